@@ -1,0 +1,355 @@
+"""Artifacts: folders with a manifest, written whole or not at all.
+
+Every stage reads artifacts and writes one. A folder is built under a hidden sibling name while a
+lock is held, hashed, fsynced and renamed, so a reader sees nothing or everything. The manifest
+carries no times, hosts or paths: equal inputs give equal bytes. The one file it does not hash is
+`timings.json`, which holds what differs between two equal runs (seconds, peak memory).
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from toolchain.errors import DtoolError, name_list
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+TIMINGS = "timings.json"
+CHUNK_BYTES = 1 << 22
+
+
+class FileEntry(pydantic.BaseModel, frozen=True, extra="forbid"):
+    """Size and digest of one file of an artifact."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(pydantic.BaseModel, frozen=True, extra="forbid"):
+    """What an artifact is, what it was made from, and the digest of every file in it."""
+
+    schema_version: int
+    stage: str
+    key: str
+    lineage: dict[str, str]
+    recipe: dict[str, Any]
+    versions: dict[str, str]
+    target: dict[str, Any]
+    kv_contract: dict[str, Any]
+    details: dict[str, Any]
+    files: dict[str, FileEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A finished folder and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def identity(self) -> str:
+        """sha256 of the manifest, which covers every file."""
+        return hash_file(self.path / MANIFEST)
+
+    def file(self, name: str) -> Path:
+        """The path of one of its files. Raises DtoolError when the manifest has no such file."""
+        if name not in self.manifest.files:
+            raise DtoolError(
+                f"{self.path} has no file {name!r}",
+                expected=f"a {self.manifest.stage} artifact with {name}",
+                found=name_list(self.manifest.files),
+                fix="run the stage that writes it again",
+            )
+        return self.path / name
+
+    def json(self, name: str) -> Any:
+        """One of its JSON files, parsed."""
+        return json.loads(self.file(name).read_text("utf-8"))
+
+
+@dataclass(slots=True)
+class Draft:
+    """An artifact being written: fill `path` with files and set the fields."""
+
+    path: Path
+    stage: str
+    key: str = ""
+    lineage: dict[str, str] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    target: dict[str, Any] = field(default_factory=dict)
+    kv_contract: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    packages: tuple[str, ...] = ()
+    known_sha256: dict[str, str] = field(default_factory=dict)
+    """Digests a stage computed while it wrote, so that large files are not read again."""
+
+    def write_json(self, name: str, document: Any) -> None:
+        """Write `document` canonically (sorted keys, newline at the end)."""
+        (self.path / name).write_text(dump_json(document), "utf-8")
+
+
+def dump_json(document: Any) -> str:
+    """Canonical JSON text: sorted keys, two-space indent, one newline at the end."""
+    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def hash_file(path: Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def hash_json(document: Any) -> str:
+    """Hex sha256 of a document's canonical JSON."""
+    return hashlib.sha256(dump_json(document).encode()).hexdigest()
+
+
+def stage_key(stage: str, lineage: Mapping[str, str], recipe: Mapping[str, Any], packages: Iterable[str]) -> str:
+    """Identity of a stage's work: equal keys mean equal outputs, so a finished one is reused."""
+    return hash_json({"stage": stage, "lineage": dict(lineage), "recipe": dict(recipe), "versions": versions(packages)})
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Installed versions of dtool and of the packages that shape an output."""
+    return {name: importlib.metadata.version(name) for name in sorted({"dtool", *packages})}
+
+
+def open_artifact(path: Path, stages: Iterable[str] = (), *, check_hashes: bool = False) -> Artifact:
+    """The artifact in folder `path`, its files checked by size, or by sha256 with `check_hashes`.
+
+    Raises DtoolError when it is no artifact, of another schema or stage, incomplete or altered.
+    """
+    manifest_path = path / MANIFEST
+    if not manifest_path.is_file():
+        raise DtoolError(
+            f"{path} is not a dtool artifact",
+            expected=f"a folder with {MANIFEST}",
+            found="no such folder" if not path.exists() else "no manifest in it",
+            fix="give the folder that `dtool export`, `quantize` or `build-engine` wrote",
+        )
+    manifest = _read_manifest(manifest_path)
+    wanted = tuple(stages)
+    if wanted and manifest.stage not in wanted:
+        raise DtoolError(
+            f"{path} is an artifact of stage {manifest.stage!r}",
+            expected=f"stage {' or '.join(wanted)}",
+            found=manifest.stage,
+            fix="give the folder that the earlier stage wrote",
+        )
+    artifact = Artifact(path, manifest)
+    verify_files(artifact, check_hashes=check_hashes)
+    return artifact
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        document = json.loads(path.read_text("utf-8"))
+        if document.get("schema_version") != SCHEMA_VERSION:
+            raise DtoolError(
+                f"{path} has another schema version",
+                expected=str(SCHEMA_VERSION),
+                found=str(document.get("schema_version")),
+                fix="make the artifact again with this version of dtool",
+            )
+        return Manifest.model_validate(document)
+    except (ValueError, AttributeError) as error:
+        raise DtoolError(
+            f"{path} cannot be read", expected="a manifest written by dtool", found=str(error).splitlines()[0]
+        ) from error
+
+
+def verify_files(artifact: Artifact, *, check_hashes: bool) -> None:
+    """Check that every file of the manifest is there, whole, and that there are no others."""
+    present = {
+        str(p.relative_to(artifact.path)) for p in artifact.path.rglob("*") if p.is_file()
+    } - {MANIFEST, TIMINGS}
+    listed = set(artifact.manifest.files)
+    if present != listed:
+        raise DtoolError(
+            f"the files of {artifact.path} are not those of its manifest",
+            expected=f"missing: {name_list(sorted(listed - present)) or 'none'}",
+            found=f"not in the manifest: {name_list(sorted(present - listed)) or 'none'}",
+            fix="make the artifact again",
+        )
+    for name, entry in artifact.manifest.files.items():
+        size = (artifact.path / name).stat().st_size
+        if size != entry.bytes:
+            raise DtoolError(
+                f"{artifact.path / name} is damaged",
+                expected=f"{entry.bytes} bytes",
+                found=f"{size} bytes",
+                fix="make the artifact again, or copy it again",
+            )
+        if check_hashes and (found := hash_file(artifact.path / name)) != entry.sha256:
+            raise DtoolError(
+                f"{artifact.path / name} is damaged",
+                expected=f"sha256 {entry.sha256}",
+                found=f"sha256 {found}",
+                fix="make the artifact again, or copy it again",
+            )
+
+
+@contextlib.contextmanager
+def create_artifact(out: Path, stage: str, *, force: bool = False) -> Iterator[Draft]:
+    """Write an artifact to `out`: yields the draft, publishes it when the block ends well.
+
+    Raises DtoolError when `out` exists (unless `force` and it is an artifact) or another process
+    writes it. On any failure, `out` is what it was before.
+    """
+    check_output(out, force=force)
+    with new_folder(out, replace=force) as partial:
+        draft = Draft(partial, stage)
+        yield draft
+        manifest = Manifest(
+            schema_version=SCHEMA_VERSION,
+            stage=stage,
+            key=draft.key,
+            lineage=draft.lineage,
+            recipe=draft.recipe,
+            versions=versions(draft.packages),
+            target=draft.target,
+            kv_contract=draft.kv_contract,
+            details=draft.details,
+            files=_file_entries(partial, draft.known_sha256),
+        )
+        draft.write_json(MANIFEST, manifest.model_dump())
+
+
+def _file_entries(folder: Path, known: Mapping[str, str]) -> dict[str, FileEntry]:
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    return {
+        name: FileEntry(bytes=(folder / name).stat().st_size, sha256=known.get(name) or hash_file(folder / name))
+        for name in names
+        if name != TIMINGS
+    }
+
+
+def check_output(out: Path, *, force: bool = False) -> None:
+    """Refuse an output that exists before any work; `force` allows replacing a dtool artifact."""
+    if not out.exists() and not out.is_symlink():
+        return
+    if force and (out / MANIFEST).is_file():
+        return
+    raise DtoolError(
+        f"{out} already exists",
+        expected="a path that does not exist yet",
+        found="a dtool artifact" if (out / MANIFEST).is_file() else "something dtool did not write",
+        fix="choose another path" + (", or add --force to replace it" if (out / MANIFEST).is_file() else ""),
+    )
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A hidden sibling folder that becomes `out` when the block ends well, and vanishes otherwise."""
+    with locked(out):
+        partial = out.with_name(f".{out.name}.partial")
+        try:
+            _remove(partial)
+            partial.mkdir(parents=True)
+            yield partial
+            sync_tree(partial)
+            _swap_in(partial, out, replace=replace)
+        except OSError as error:
+            raise _explain_os_error(error, out) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _swap_in(partial: Path, out: Path, *, replace: bool) -> None:
+    old = out.with_name(f".{out.name}.old")
+    _remove(old)
+    if replace and out.exists():
+        out.rename(old)
+    if out.exists():
+        raise DtoolError(f"{out} appeared while it was being written", fix="choose another path")
+    partial.rename(out)
+    _sync_folder(out.parent)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _explain_os_error(error: OSError, out: Path) -> DtoolError:
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f"; {shutil.disk_usage(out.parent).free / 1e9:.1f} GB free"
+    return DtoolError(
+        f"{out} cannot be written",
+        expected="a writable place with room for the output",
+        found=f"{error.strerror or error} ({error.filename or out.parent}){free}",
+        fix="free some space or choose another output path; nothing was left behind",
+    )
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Hold the exclusive lock of an output path; a second process is refused at once."""
+    lock_path = out.with_name(f".{out.name}.lock")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        handle = lock_path.open("w")
+    except OSError as error:
+        raise _explain_os_error(error, out) from error
+    with handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DtoolError(
+                f"{out} is locked", found="another dtool process is writing it", fix="wait for it to end"
+            ) from error
+        try:
+            yield
+        finally:
+            lock_path.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write one file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.rename(path)
+    except OSError as error:
+        raise _explain_os_error(error, path) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and folder below `folder` to disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as stream:
+                os.fsync(stream.fileno())
+        else:
+            _sync_folder(path)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,45 @@
+"""Failures a user can act on: what was expected, what was found, what to do.
+
+Exit codes: 1 user error (`DtoolError`), 2 usage (click's own), 3 a gate failed (`GateFailed`).
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class DtoolError(Exception):
+    """A request that cannot be met; its text says what was expected, found, and what to do."""
+
+    exit_code = 1
+
+    def __init__(self, problem: str, *, expected: str = "", found: str = "", fix: str = "") -> None:
+        self.problem = problem
+        self.expected = expected
+        self.found = found
+        self.fix = fix
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The message as the command line prints it, one aligned line per part."""
+        parts = [("expected", self.expected), ("found", self.found), ("to do", self.fix)]
+        return "\n".join([self.problem, *(f"  {name + ':':<10}{text}" for name, text in parts if text)])
+
+
+class GateFailed(DtoolError):
+    """A proof ran to its end and a gate of the recipe was not met."""
+
+    exit_code = 3
+
+
+def name_list(names: Iterable[str], limit: int = 5) -> str:
+    """`a, b, c and 7 more`: the first names of a list and how many were left out."""
+    names = list(names)
+    head = ", ".join(names[:limit])
+    return head if len(names) <= limit else f"{head} and {len(names) - limit} more"
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """A hint naming near matches of `name`, or all the choices when none is near."""
+    choices = sorted(choices)
+    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    return f"did you mean {name_list(near)}?" if near else f"one of: {name_list(choices, 20)}"

@@ -1,0 +1,106 @@
+"""`dtool export`: a checkpoint folder becomes three ONNX graphs over one weights file."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from toolchain.artifact import Artifact, check_output, create_artifact, hash_file, open_artifact, stage_key
+from toolchain.export.weights import checkpoint_identity, write_weights
+from toolchain.graph_io import CACHE_LAYOUT, GRAPH_FILES, PHASES, graph_io
+from toolchain.model.config import DecoderConfig
+from toolchain.model.hf import Checkpoint, open_checkpoint
+from toolchain.recipe import Recipe
+
+STAGE = "export"
+PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
+WEIGHTS, ROPE, DECODER, TOKENIZER = "weights.safetensors", "rope.safetensors", "decoder.json", "tokenizer"
+
+
+def export_checkpoint(
+    source: Path, recipe: Recipe, out: Path, *, force: bool = False, report: Callable[[str], None] = print
+) -> Artifact:
+    """Write prefill.onnx, decode.onnx and evaluation.onnx over weights.safetensors to `out`.
+
+    Raises DtoolError before any work when the checkpoint is not one, or when `out` exists.
+    """
+    check_output(out, force=force)
+    checkpoint = open_checkpoint(source)
+    for note in checkpoint.notes:
+        report(f"note: {note}")
+    with create_artifact(out, STAGE, force=force) as draft:
+        written = write_weights(checkpoint, recipe.compute_dtype, draft.path / WEIGHTS)
+        report(f"{len(written.entries)} tensors written as {recipe.compute_dtype}")
+        write_graphs(draft.path, checkpoint.config, recipe.compute_dtype, written.entries)
+        draft.write_json(DECODER, checkpoint.config.model_dump(mode="json"))
+        copy_tokenizer(checkpoint, draft.path / TOKENIZER)
+        draft.known_sha256[WEIGHTS] = written.sha256
+        draft.lineage = lineage(checkpoint, written.source_sha256)
+        draft.recipe = recipe.sections(STAGE)
+        draft.packages = PACKAGES
+        draft.key = stage_key(STAGE, draft.lineage, draft.recipe, PACKAGES)
+        draft.kv_contract = kv_contract(checkpoint.config, recipe.compute_dtype)
+        draft.details = {"source_dtype": checkpoint.config.dtype, "compute_dtype": recipe.compute_dtype}
+    return open_artifact(out, (STAGE,))
+
+
+def export_key(source: Path, recipe: Recipe) -> str:
+    """The key an export of `source` would carry, to see whether a finished one can be reused."""
+    checkpoint = open_checkpoint(source)
+    return stage_key(STAGE, lineage(checkpoint, checkpoint_identity(checkpoint)), recipe.sections(STAGE), PACKAGES)
+
+
+def lineage(checkpoint: Checkpoint, weights_sha256: str) -> dict[str, str]:
+    """Digests of everything the export reads: the tensors, the config and the tokenizer's files."""
+    files = [checkpoint.path / "config.json", *checkpoint.tokenizer_files]
+    return {"checkpoint.tensors": weights_sha256} | {f"checkpoint.{p.name}": hash_file(p) for p in files}
+
+
+def kv_contract(config: DecoderConfig, cache_dtype: str) -> dict[str, object]:
+    """How another host must lay out a cache to exchange it with these graphs."""
+    return {
+        "layout": CACHE_LAYOUT,
+        "dtype": cache_dtype,
+        "layers": config.num_hidden_layers,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "padding": "right",
+        "key_is_rotated": True,
+    }
+
+
+def write_graphs(folder: Path, config: DecoderConfig, compute_dtype: str, entries: dict) -> None:  # type: ignore[type-arg]
+    """Trace the decoder once and write the graph of every phase, all pointing into the data files."""
+    import onnx_ir as ir
+
+    from toolchain.export.onnx_export import ROPE_INITIALIZERS, build_graph, trace_decoder
+    from toolchain.formats import FORMATS
+    from toolchain.model.rope import rope_tables
+    from toolchain.tensor_file import write_tensors
+
+    tables = dict(zip(ROPE_INITIALIZERS, rope_tables(config), strict=True))
+    entries = entries | write_tensors(folder / ROPE, tables)
+    initializers = {
+        name: ir.ExternalTensor(
+            e.path.name, e.offset, e.length, ir.DataType(FORMATS[e.dtype].onnx_code), shape=ir.Shape(e.shape), name=name
+        )
+        for name, e in entries.items()
+    }
+    traced = trace_decoder(config, compute_dtype)
+    for phase in PHASES:
+        model, contract = build_graph(traced, config, phase, initializers)
+        found = tuple(v.name for v in (*model.graph.inputs, *model.graph.outputs))
+        assert found == tuple(s.name for s in (*contract.inputs, *contract.outputs)), found
+        data = ir.serde.serialize_model(model).SerializeToString(deterministic=True)
+        (folder / GRAPH_FILES[phase]).write_bytes(data)
+
+
+def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy the tokenizer's files, writable, so that the artifact needs nothing else."""
+    folder.mkdir()
+    for path in checkpoint.tokenizer_files:
+        shutil.copyfile(path, folder / path.name)
+
+
+def contract_tables(config: DecoderConfig, cache_dtype: str) -> str:
+    """The GraphIO tables of the phases a user calls, as text."""
+    return "\n\n".join(f"{p}\n{graph_io(config, p, cache_dtype).table()}" for p in ("prefill", "decode"))

@@ -1,0 +1,82 @@
+"""The weights file of an export: every parameter once, in order, streamed and converted in pieces."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolchain.errors import DtoolError
+from toolchain.formats import FORMATS, format_named
+from toolchain.model.hf import Checkpoint
+from toolchain.tensor_file import Chunk, TensorEntry, build_header, hash_zeros, read_chunks, read_header, tensor_bytes, write_stream
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenWeights:
+    """Where each tensor lies, the file's sha256, and the identity of the checkpoint it came from."""
+
+    entries: dict[str, TensorEntry]
+    sha256: str
+    source_sha256: str
+
+
+def checkpoint_identity(checkpoint: Checkpoint) -> str:
+    """sha256 of the checkpoint's tensors written as one file in parameter order.
+
+    It does not depend on shards or on the order in them. Reads every byte.
+    """
+    header, _ = build_header({n: (e.dtype, e.shape) for n, e in checkpoint.tensors.items()})
+    digest = hashlib.sha256(header)
+    for entry in checkpoint.tensors.values():
+        for chunk in read_chunks(entry):
+            _update(digest, chunk)
+    return digest.hexdigest()
+
+
+def write_weights(checkpoint: Checkpoint, compute_dtype: str, path: Path) -> WrittenWeights:
+    """Write all parameters in `compute_dtype`; memory stays at a few chunks.
+
+    Without a conversion the file is the checkpoint's canonical form, so one pass of sha256 gives
+    both digests. Raises DtoolError when a value is not finite in the new format.
+    """
+    target = format_named(compute_dtype)
+    header, _ = build_header({n: (target.name, e.shape) for n, e in checkpoint.tensors.items()})
+    converts = any(e.dtype != target.name for e in checkpoint.tensors.values())
+    if not converts:
+        chunks = (chunk for entry in checkpoint.tensors.values() for chunk in read_chunks(entry))
+        digest = write_stream(path, header, chunks)
+        return WrittenWeights(read_header(path), digest, digest)
+    source_header, _ = build_header({n: (e.dtype, e.shape) for n, e in checkpoint.tensors.items()})
+    source = hashlib.sha256(source_header)
+    digest = write_stream(path, header, _converted(checkpoint, target.name, source))
+    return WrittenWeights(read_header(path), digest, source.hexdigest())
+
+
+def _converted(checkpoint: Checkpoint, target: str, source: "hashlib._Hash") -> Iterator[Chunk]:
+    for name, entry in checkpoint.tensors.items():
+        for chunk in read_chunks(entry, holes=False):
+            _update(source, chunk)
+            yield chunk if entry.dtype == target else _convert(name, bytes(chunk), entry.dtype, target)
+
+
+def _convert(name: str, chunk: bytes, source: str, target: str) -> Chunk:
+    import torch
+
+    values = torch.frombuffer(bytearray(chunk), dtype=FORMATS[source].torch_dtype)
+    converted = values.to(FORMATS[target].torch_dtype)
+    if not bool(torch.isfinite(converted).all()):
+        worst = float(values.abs().max())
+        raise DtoolError(
+            f"{name} does not fit {target}",
+            expected="finite values",
+            found=f"a largest magnitude of {worst:g}",
+            fix="choose compute_dtype bfloat16 or float32",
+        )
+    return tensor_bytes(converted)
+
+
+def _update(digest: "hashlib._Hash", chunk: Chunk) -> None:
+    if isinstance(chunk, int):
+        hash_zeros(digest, chunk)
+    else:
+        digest.update(chunk)

@@ -1,0 +1,155 @@
+"""The reference decoder: one module for every supported model, steered by `DecoderConfig`.
+
+    h = E[ids];  per layer:  h += O(attention(QKV(norm(h))));  h += down(act(gate(norm(h))) * up(norm(h)))
+    logits = W norm(h)
+
+Parameters carry the Hugging Face names, so loading needs no map. The cache is written in place.
+
+Legend: B batch, T new tokens, E hidden, F feed-forward, V vocab, C capacity, K KV heads, D head dim.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - the usual name
+
+from toolchain.model.config import DecoderConfig
+from toolchain.model.rope import rope_tables
+from toolchain.ops.attention import AttentionSpec, attend_in_place, fused_attention
+
+LayerCache = tuple[torch.Tensor, torch.Tensor]
+
+
+def attention_spec(config: DecoderConfig, cache_format: str = "none") -> AttentionSpec:
+    """The attributes of every attention node of this model."""
+    return AttentionSpec(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        scale=1.0 / math.sqrt(config.head_dim),
+        rotary_dim=config.head_dim,
+        cache_format=cache_format,
+    )
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * w, computed in float32 (arXiv 1910.07467 eq. 4)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(x_BTE.float(), (x_BTE.shape[-1],), self.weight.float(), self.eps)
+        return normed.to(x_BTE.dtype)
+
+
+class Attention(nn.Module):
+    """Projections around the one attention op."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.spec = attention_spec(config)
+        hidden, bias = config.hidden_size, config.attention_bias
+        width, kv_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(hidden, width, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_width, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv_width, bias=bias)
+        self.o_proj = nn.Linear(width, hidden, bias=bias)
+        self.k_scale: torch.Tensor | None = None
+        self.v_scale: torch.Tensor | None = None
+
+    def forward(
+        self, x_BTE: torch.Tensor, rope: LayerCache, past_lengths_B: torch.Tensor, cache: LayerCache
+    ) -> tuple[torch.Tensor, LayerCache]:
+        inputs = (self.q_proj(x_BTE), self.k_proj(x_BTE), self.v_proj(x_BTE), *rope, past_lengths_B, *cache)
+        if torch.compiler.is_exporting():
+            s = self.spec
+            attributes = (s.num_heads, s.num_kv_heads, s.head_dim, s.scale, s.rotary_dim)
+            out_BTE, *new_cache = fused_attention(*inputs, *attributes)
+            return self.o_proj(out_BTE), (new_cache[0], new_cache[1])
+        out_BTE = attend_in_place(*inputs, self.k_scale, self.v_scale, self.spec)
+        return self.o_proj(out_BTE), cache
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202 eq. 6)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+
+    def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
+
+
+class Block(nn.Module):
+    """One pre-norm layer."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = FeedForward(config)
+
+    def forward(
+        self, x_BTE: torch.Tensor, rope: LayerCache, past_lengths_B: torch.Tensor, cache: LayerCache
+    ) -> tuple[torch.Tensor, LayerCache]:
+        attended_BTE, cache = self.self_attn(self.input_layernorm(x_BTE), rope, past_lengths_B, cache)
+        x_BTE = x_BTE + attended_BTE
+        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE)), cache
+
+
+class Trunk(nn.Module):
+    """Embedding, layers and last norm: what the checkpoints call `model`."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """The whole model. `rope` holds the cosine and sine tables [positions, head_dim / 2]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Trunk(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        self.rope: LayerCache = rope_tables(config)
+
+    def forward(
+        self, input_ids_BT: torch.Tensor, past_lengths_B: torch.Tensor, caches: Sequence[LayerCache]
+    ) -> torch.Tensor:
+        """float32 logits [B, T, V]; the new keys and values are written into `caches`."""
+        return self.logits(self.hidden_states(input_ids_BT, past_lengths_B, caches))
+
+    def hidden_states(
+        self, input_ids_BT: torch.Tensor, past_lengths_B: torch.Tensor, caches: Sequence[LayerCache]
+    ) -> torch.Tensor:
+        """The residual stream [B, T, E] after the last layer."""
+        x_BTE = self.model.embed_tokens(input_ids_BT)
+        for block, cache in zip(self.model.layers, caches, strict=True):
+            x_BTE, _ = block(x_BTE, self.rope, past_lengths_B, cache)
+        return x_BTE
+
+    def logits(self, x_BTE: torch.Tensor) -> torch.Tensor:
+        """float32 logits of the rows given."""
+        return self.lm_head(self.model.norm(x_BTE)).float()
+
+    def new_caches(self, batch: int, capacity: int, cache_format: str = "none") -> list[LayerCache]:
+        """Zeroed caches [B, K, C, D] for every layer, in the compute dtype or int8."""
+        shape = (batch, self.config.num_key_value_heads, capacity, self.config.head_dim)
+        dtype = torch.int8 if cache_format == "int8" else self.model.norm.weight.dtype
+        return [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in self.model.layers]

@@ -1,0 +1,48 @@
+"""The one table of tolerances, and the quantizer's arithmetic.
+
+Tolerance of a logit: every layer adds two branches to the residual stream, each a chain of dot
+products of length about `width` whose blocked summation errs by u * sqrt(log2(width)) relative to
+its result (u = unit roundoff; Higham, Accuracy and Stability, 4.2). N = 2 * layers + 1 independent
+errors add as sqrt(N); SAFETY covers the amplification by norms and softmax.
+
+    tolerance = SAFETY * u * sqrt((2 * layers + 1) * log2(width)) * max|reference|
+
+Symmetric quantization as ONNX QuantizeLinear defines it: code = clamp(round_half_even(x / scale)).
+"""
+
+import math
+
+import torch
+
+SAFETY = 4.0
+UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+INT8_QMAX = 127.0
+SMALLEST_SCALE = 2.0**-100
+"""Scale of a row of zeros: positive and finite, so that 0 / scale is 0 and never NaN."""
+
+
+def logit_tolerance(dtype: str, *, layers: int, width: int, largest: float) -> float:
+    """Largest |difference| of logits that rounding in `dtype` explains; `largest` = max|reference|."""
+    return SAFETY * UNIT_ROUNDOFF[dtype] * math.sqrt((2 * layers + 1) * math.log2(width)) * largest
+
+
+def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """int8 codes of `x`; `scale` broadcasts against it."""
+    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float32 values of int8 codes; `scale` broadcasts against them."""
+    return codes.float() * scale
+
+
+def scale_from_amax(amax: torch.Tensor, qmax: float = INT8_QMAX) -> torch.Tensor:
+    """float32 scales amax / qmax, positive and finite. Raises ValueError on a non-finite amax."""
+    if not bool(torch.isfinite(amax).all()):
+        raise ValueError("amax is not finite: the tensor holds inf or NaN")
+    return torch.where(amax > 0, amax.float() / qmax, SMALLEST_SCALE).clamp_min(SMALLEST_SCALE)
+
+
+def token_scale(x_BTI: torch.Tensor) -> torch.Tensor:
+    """Dynamic scale of each token: max|x| / 127 over the last axis, kept as a dim of 1."""
+    return x_BTI.float().abs().amax(-1, keepdim=True).clamp_min(SMALLEST_SCALE * INT8_QMAX) / INT8_QMAX

@@ -1,0 +1,230 @@
+"""Recipes: the TOML file that says what to build and what the proofs must show.
+
+A recipe is readable alone and never names a model. Unknown keys, wrong types and impossible
+combinations are refused with the key's path and near matches; `--set section.key=value` overrides.
+"""
+
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import pydantic
+
+from toolchain.errors import DtoolError, did_you_mean
+
+SCHEMA_VERSION = 1
+RECIPES_DIR = Path(__file__).parent.parent / "recipes"
+
+STAGE_SECTIONS = {
+    "export": ("compute_dtype",),
+    "quantize": ("weights", "activations", "kv_cache", "calibration"),
+    "engine": ("engine",),
+}
+"""What of a recipe each stage depends on; a change elsewhere leaves its output reusable."""
+
+
+class _Section(pydantic.BaseModel, frozen=True, extra="forbid"):
+    pass
+
+
+class Weights(_Section):
+    """How the matrices are stored. `skip` holds exact module names or glob patterns."""
+
+    format: Literal["none", "int8"] = "none"
+    granularity: Literal["channel", "tensor"] = "channel"
+    algorithm: Literal["rtn"] = "rtn"
+    skip: tuple[str, ...] = ("lm_head", "model.embed_tokens")
+
+
+class Activations(_Section):
+    """How the inputs of the quantized products are rounded; `token` is dynamic."""
+
+    format: Literal["none", "int8"] = "none"
+    granularity: Literal["token"] = "token"
+
+
+class KVCache(_Section):
+    """How the cache is stored; the scale is static, per layer, for K and V apart."""
+
+    format: Literal["none", "int8"] = "none"
+    granularity: Literal["head", "tensor"] = "head"
+
+
+class Calibration(_Section):
+    """Which text the statistics come from: `samples` blocks of `seq_len` tokens."""
+
+    data: str = "calib_data/calibration.jsonl"
+    samples: int = pydantic.Field(default=32, ge=1)
+    seq_len: int = pydantic.Field(default=512, ge=2)
+    batch: int = pydantic.Field(default=4, ge=1)
+    seed: int = 0
+
+
+class Range(_Section):
+    """A dynamic dimension of an engine: min <= opt <= max."""
+
+    min: int = pydantic.Field(default=1, ge=1)
+    opt: int = 1
+    max: int = 1
+
+    @pydantic.model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.min <= self.opt <= self.max:
+            raise ValueError(f"min <= opt <= max does not hold: {self.min}, {self.opt}, {self.max}")
+        return self
+
+
+class Engine(_Section):
+    """What the engine is compiled by and for."""
+
+    backend: Literal["onnxruntime", "tensorrt-rtx"] = "onnxruntime"
+    targets: tuple[str, ...] = ()
+    attention: Literal["native"] = "native"
+    batch: Range = Range(min=1, opt=1, max=8)
+    prompt_len: Range = Range(min=1, opt=512, max=2048)
+    kv_capacity: int = pydantic.Field(default=2048, ge=2)
+
+
+class Gates(_Section):
+    """Bounds of one comparison; None is not gated. KL in nats, mean over positions."""
+
+    kl_mean: float | None = None
+    kl_p99: float | None = None
+    top1_agreement: float | None = None
+    max_abs_logit: float | None = None
+
+
+class Parity(_Section):
+    """Which text the proof runs over, and the gates against each reference."""
+
+    data: str = "calib_data/evaluation.jsonl"
+    blocks: int = pydantic.Field(default=8, ge=1)
+    seq_len: int = pydantic.Field(default=256, ge=8)
+    batch: int = pydantic.Field(default=3, ge=1)
+    decode_steps: int = pydantic.Field(default=32, ge=1)
+    eager: Gates = Gates()
+    fake_quant: Gates = Gates()
+
+
+class Bench(_Section):
+    """What is timed: each prompt length is followed by `new_tokens` decode steps."""
+
+    prompt_lens: tuple[int, ...] = (32, 256)
+    new_tokens: int = pydantic.Field(default=32, ge=2)
+    batch: int = pydantic.Field(default=1, ge=1)
+    repeats: int = pydantic.Field(default=5, ge=1)
+    warmup: int = pydantic.Field(default=1, ge=0)
+    threads: int = pydantic.Field(default=0, ge=0)
+
+
+class Recipe(_Section):
+    """A whole recipe with every default filled in."""
+
+    schema_version: Literal[1]
+    about: str
+    compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    weights: Weights = Weights()
+    activations: Activations = Activations()
+    kv_cache: KVCache = KVCache()
+    calibration: Calibration = Calibration()
+    engine: Engine = Engine()
+    parity: Parity = Parity()
+    bench: Bench = Bench()
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.activations.format != "none" and self.weights.format == "none":
+            raise ValueError("activations.format needs weights.format: an integer product has two integer sides")
+        return self
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the quantize stage has anything to do."""
+        return self.weights.format != "none" or self.kv_cache.format != "none"
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether anything in the recipe is measured on text (static scales)."""
+        return self.kv_cache.format != "none"
+
+    def sections(self, stage: str) -> dict[str, Any]:
+        """The part of the recipe that shapes the output of `stage`, as plain JSON types."""
+        return self.model_dump(mode="json", include=set(STAGE_SECTIONS[stage]))
+
+
+def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
+    """The recipe at a path, or called `name` in the recipes folder, with `key=value` overrides.
+
+    Raises DtoolError for a missing file, bad TOML, unknown keys (with near matches) or values.
+    """
+    path = find_recipe(name)
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DtoolError(f"{path} is not valid TOML", found=str(error)) from error
+    for override in overrides:
+        _apply_override(document, override)
+    return parse_recipe(document, str(path))
+
+
+def parse_recipe(document: dict[str, Any], origin: str) -> Recipe:
+    """The recipe in `document`; `origin` is named in errors."""
+    try:
+        return Recipe.model_validate(document)
+    except pydantic.ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        raise DtoolError(
+            f"{origin} is not a valid recipe", found="\n            ".join(lines), fix="mend the keys named"
+        ) from error
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe given as a path or as a name in the recipes folder."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    known = {p.stem: p for p in sorted(RECIPES_DIR.glob("*.toml"))}
+    if name in known:
+        return known[name]
+    raise DtoolError(f"no recipe {name!r}", expected="a .toml file or a recipe's name", fix=did_you_mean(name, known))
+
+
+def find_data(name: str) -> Path:
+    """The text file a recipe names, looked for here and beside the recipes folder."""
+    for base in (Path(), RECIPES_DIR.parent):
+        if (base / name).is_file():
+            return base / name
+    raise DtoolError(
+        f"no text at {name!r}",
+        expected="a .jsonl file, one {\"text\": ...} a line",
+        found="no such file",
+        fix="run `dtool fetch calibration`, or name your own text with --set",
+    )
+
+
+def _apply_override(document: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise DtoolError(f"--set {override!r} has no value", expected="section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.strip().split(".")
+    table = document
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise DtoolError(f"--set {key}: {section!r} is a value, not a section")
+    table[last] = value
+
+
+def _explain(item: Any) -> str:
+    where = ".".join(str(part) for part in item["loc"]) or "recipe"
+    if item["type"] != "extra_forbidden":
+        return f"{where}: {item['msg']} (got {item['input']!r})"
+    model: Any = Recipe
+    for part in item["loc"][:-1]:
+        model = model.model_fields[part].annotation
+    return f"{where}: unknown key; {did_you_mean(str(item['loc'][-1]), model.model_fields)}"

@@ -1,0 +1,95 @@
+"""ONNX Runtime on the CPU, over an export, a quantized artifact or an embedded engine.
+
+The cache lives in OrtValues bound as input and output at once, so it is updated in place. Weights
+are mapped from the artifact's file and shared by the phases' sessions.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolchain.artifact import Artifact
+from toolchain.errors import DtoolError
+from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, graph_io
+from toolchain.model.config import DecoderConfig
+from toolchain.runners.runner import Array, KVState, Limits, check_state, check_step
+
+NUMPY = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
+
+
+class OnnxRunner:
+    """Runs the graphs of one artifact; sessions are made when a phase is first used."""
+
+    def __init__(self, artifact: Artifact, *, threads: int = 0) -> None:
+        self.artifact = artifact
+        self.name = "onnxruntime" if artifact.manifest.stage == "engine" else "onnx"
+        self.config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+        self.cache_dtype = str(artifact.manifest.kv_contract["dtype"])
+        if self.cache_dtype not in NUMPY:
+            raise DtoolError(
+                f"ONNX Runtime's CPU backend cannot run {self.cache_dtype} graphs",
+                expected=", ".join(NUMPY),
+                found=self.cache_dtype,
+                fix="use compute_dtype float32 or float16 for CPU runs; bfloat16 needs a GPU backend",
+            )
+        target = artifact.manifest.target
+        self.limits = Limits(target.get("max_batch"), target.get("max_prompt"), target.get("kv_capacity"))
+        self.threads = threads
+        self.sessions: dict[Phase, Any] = {}
+
+    def new_state(self, batch: int, capacity: int) -> KVState:
+        import onnxruntime
+
+        check_state(self.config, self.limits, batch, capacity)
+        shape = (batch, self.config.num_key_value_heads, capacity, self.config.head_dim)
+        caches = [
+            onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, NUMPY[self.cache_dtype]))
+            for _ in range(2 * self.config.num_hidden_layers)
+        ]
+        return KVState(capacity, np.zeros(batch, np.int64), caches)
+
+    def step(self, state: KVState, input_ids: Array, new_lengths: Array, phase: Phase) -> Array:
+        check_step(self.config, self.limits, state, input_ids, new_lengths, phase)
+        session = self.session(phase)
+        binding = session.io_binding()
+        feeds = {"input_ids": input_ids, "past_lengths": state.lengths, "new_lengths": new_lengths}
+        contract = self.contract(phase)
+        fixed = len(contract.inputs) - len(state.caches)
+        for spec in contract.inputs[:fixed]:
+            binding.bind_cpu_input(spec.name, np.ascontiguousarray(feeds[spec.name]))
+        for spec, cache in zip(contract.inputs[fixed:], state.caches, strict=True):
+            binding.bind_ortvalue_input(spec.name, cache)
+        binding.bind_output("logits")
+        for spec, cache in zip(contract.outputs[1:], state.caches, strict=True):
+            binding.bind_ortvalue_output(spec.name, cache)
+        session.run_with_iobinding(binding)
+        state.lengths = state.lengths + new_lengths
+        return binding.get_outputs()[0].numpy()
+
+    def contract(self, phase: Phase) -> GraphIO:
+        """The inputs and outputs of a phase."""
+        return graph_io(self.config, phase, self.cache_dtype)
+
+    def session(self, phase: Phase) -> Any:
+        """The session of a phase, made on first use."""
+        if phase not in self.sessions:
+            self.sessions[phase] = make_session(self.artifact.file(GRAPH_FILES[phase]), self.threads, self.name)
+        return self.sessions[phase]
+
+
+def make_session(path: Path, threads: int, kind: str) -> Any:
+    """An InferenceSession that computes what the file says.
+
+    By default ONNX Runtime turns weight-only DequantizeLinear into products with int8 activations
+    (errors of 0.1); accuracy level 1 keeps them in float.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    if kind == "onnx":
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -1,0 +1,42 @@
+"""From a folder to a runner: a checkpoint runs eagerly, an artifact in the backend it is for."""
+
+from pathlib import Path
+
+from toolchain.artifact import MANIFEST, open_artifact
+from toolchain.errors import DtoolError
+from toolchain.runners.runner import Runner
+
+
+def open_runner(path: Path, *, threads: int = 0) -> Runner:
+    """The runner of a checkpoint folder or an artifact. Raises DtoolError when neither can be run here."""
+    if not (path / MANIFEST).is_file():
+        return eager_runner(path)
+    artifact = open_artifact(path)
+    backend = artifact.manifest.target.get("backend", "onnxruntime")
+    if backend != "onnxruntime":
+        raise DtoolError(
+            f"{path} was compiled by {backend}",
+            expected="an artifact this machine can run",
+            found=f"engines for {', '.join(artifact.manifest.target.get('targets', ()))}",
+            fix="run it on a host with such a GPU; `dtool inspect` shows what is in it",
+        )
+    from toolchain.runners.onnx import OnnxRunner
+
+    return OnnxRunner(artifact, threads=threads)
+
+
+def eager_runner(path: Path) -> Runner:
+    """The fp32 torch decoder of a checkpoint: the reference for what quantization costs."""
+    from toolchain.model.load import load_decoder
+    from toolchain.runners.eager import EagerRunner
+
+    return EagerRunner(load_decoder(path))
+
+
+def fake_quant_runner(path: Path) -> Runner:
+    """The torch decoder with the exact arithmetic of an artifact: the reference for the implementation."""
+    from toolchain.model.load import load_artifact_decoder
+    from toolchain.runners.eager import EagerRunner
+
+    decoder, cache_format = load_artifact_decoder(open_artifact(path))
+    return EagerRunner(decoder, cache_format, name="fake_quant")
