@@ -51,6 +51,7 @@ FORMATS = {
         Format("float16", 16, "F16", "FLOAT16", "float16"),
         Format("bfloat16", 16, "BF16", "BFLOAT16", "bfloat16"),
         Format("int8", 8, "I8", "INT8", "int8", 127.0),
+        Format("uint8", 8, "U8", "UINT8", "uint8"),
         Format("fp8_e4m3", 8, "F8_E4M3", "FLOAT8E4M3FN", "float8_e4m3fn", 448.0),
         Format("int32", 32, "I32", "INT32", "int32"),
         Format("int64", 64, "I64", "INT64", "int64"),

@@ -111,7 +111,7 @@ class _quiet_exporter:  # noqa: N801 - a context manager
 def _attention_node(q, k, v, cos, sin, past, key, value, *_, **__):  # noqa: ANN001, ANN002, ANN003, ANN202
     """Emit the op itself; its attributes are set when the layer is stamped."""
     tape = onnxscript.evaluator.default()
-    node = ir.Node(DOMAIN, OP_TYPE, [q, k, v, cos, sin, past, key, value, None, None], num_outputs=3, version=1)
+    node = ir.Node(DOMAIN, OP_TYPE, [q, k, v, cos, sin, past, key, value], num_outputs=3, version=1)
     tape.nodes.append(node)  # type: ignore[attr-defined]
     return list(node.outputs)
 

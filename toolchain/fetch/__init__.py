@@ -1,1 +1,1 @@
-"""See the modules."""
+"""Models and text that can be had by name."""

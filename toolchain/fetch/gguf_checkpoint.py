@@ -262,11 +262,11 @@ def tokenizer_from_gguf(reader: "GGUFReader") -> "Tokenizer":
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     types = _meta(reader, "tokenizer.ggml.token_type")
-    added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in {CONTROL_TOKEN, USER_TOKEN}]
-    for token, kind in added:  # one at a time and in order: each keeps the id it has in the vocabulary
-        special = kind == CONTROL_TOKEN
-        token = AddedToken(token, single_word=False, lstrip=False, rstrip=False, normalized=False, special=special)
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([token])
+    for text, token_type in zip(tokens, types, strict=True):  # in order: each keeps its id of the vocabulary
+        if token_type in {CONTROL_TOKEN, USER_TOKEN}:
+            special = token_type == CONTROL_TOKEN
+            token = AddedToken(text, single_word=False, lstrip=False, rstrip=False, normalized=False, special=special)
+            (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([token])
     return tokenizer
 
 

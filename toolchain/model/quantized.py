@@ -13,6 +13,8 @@ from torch.nn import functional as F  # noqa: N812 - the usual name
 from toolchain.numerics import dequantize, quantize, token_scale
 
 SCALE_SUFFIX = "_scale"
+KV_SCALES = ("k_scale", "v_scale")
+"""Per layer, under `self_attn`: the static scales [K] of a quantized cache."""
 
 
 class QuantizedLinear(nn.Module):

@@ -2,9 +2,8 @@
 
 The very file that goes to TensorRT carries this body, so it also runs in ONNX Runtime and passes
 the checker. Rules learnt the hard way: an explicit mask (ONNX `is_causal` aligns to the upper left
-once a cache is there); one output per Attention; formal names with a prefix of their own; a single
-input list for every cache format, absent scales passed as the empty name; sizes baked in, since a
-Reshape target cannot be an attribute. The poison guard keeps whatever lies in slots beyond the
+once a cache is there); one output per Attention; formal names with a prefix of their own; as many
+inputs on the node as the function has; sizes baked in, since a Reshape target cannot be an attribute. The poison guard keeps whatever lies in slots beyond the
 valid length (0 * NaN = NaN) out of the products.
 """
 
@@ -16,7 +15,9 @@ from toolchain.ops.attention import ABI, AttentionSpec
 DOMAIN = "dtool"
 OP_TYPE = "FusedAttention"
 OPSET = 24
-INPUTS = ("q", "k", "v", "cos", "sin", "past_lengths", "past_key", "past_value", "key_scale", "value_scale")
+INPUTS = ("q", "k", "v", "cos", "sin", "past_lengths", "past_key", "past_value")
+SCALE_INPUTS = ("key_scale", "value_scale")
+"""Follow INPUTS when the cache is quantized."""
 
 _POSITIONS = """
   fa_zero = Constant <value_int=0> ()
@@ -97,7 +98,8 @@ def function_body(spec: AttentionSpec, *, poison_guard: bool = True) -> onnx.Fun
         body += _GUARD.format(key=key, value=value)
         key, value = "fa_keys", "fa_values"
     body += _ATTEND.format(scale=spec.scale, keys=key, values=value, width=spec.num_heads * spec.head_dim)
-    formals = ", ".join(f"fa_{name}" for name in INPUTS)
+    names = (*INPUTS, *SCALE_INPUTS) if spec.quantized else INPUTS
+    formals = ", ".join(f"fa_{name}" for name in names)
     return onnx.parser.parse_function(
         f'<opset_import: ["" : {OPSET}], domain: "{DOMAIN}">\n'
         f"{OP_TYPE} ({formals}) => (fa_out, fa_present_key, fa_present_value) {{{body}}}"

@@ -1,0 +1,43 @@
+"""`python -m toolchain.bench.child PATH BENCH_JSON artifact|eager`: one side alone, for its peak memory.
+
+Prints one line of JSON, a `memory.PeakMemory`. Internal to `dtool bench`.
+"""
+
+import sys
+from pathlib import Path
+
+from toolchain.bench.latency import check_cases, generate_timed, make_prompts, new_case, prepare
+from toolchain.bench.memory import own_memory, use_threads
+from toolchain.errors import DtoolError
+from toolchain.recipe import Bench
+from toolchain.runners.open import eager_runner, open_runner
+from toolchain.runners.runner import Runner
+
+
+def main(arguments: list[str]) -> int:
+    """Open, generate at the longest prompt length, print the memory taken."""
+    path, bench, side = Path(arguments[0]), Bench.model_validate_json(arguments[1]), arguments[2]
+    longest = bench.model_copy(update={"prompt_lens": (max(bench.prompt_lens),)})
+    try:
+        runner = _open(path, bench, side)
+        check_cases(runner, longest)
+        case = new_case(runner, make_prompts(runner.config.vocab_size, longest)[0], longest.new_tokens)
+        generate_timed(case, lambda: 0.0)
+    except DtoolError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - the parent reads it
+        return error.exit_code
+    print(own_memory().model_dump_json())  # noqa: T201 - the parent reads it
+    return 0
+
+
+def _open(path: Path, bench: Bench, side: str) -> Runner:
+    if side == "artifact":
+        runner = open_runner(path, threads=bench.threads)
+        prepare(runner)
+        return runner
+    use_threads(bench.threads)
+    return eager_runner(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""Memory: what a decode step must read, how fast this machine reads, and how much a process takes.
+
+Decode is bound by memory: each step reads every weight once, for the whole batch, and each row's
+cache. With W weight bytes, k cache bytes per token, B rows at a context of c tokens:
+
+    bytes per step = W + B (k c + row)             row: one embedding row, when the head has its own matrix
+    MBU = bytes per step / TPOT / bandwidth        (arXiv 2402.16363, section 2: the roofline of decode)
+
+W is what the *files* hold, in their storage format: a runtime that keeps widened or repeated copies
+reads more, and its MBU is lower for it. A context that is read in part or as padding counts as c.
+
+The bandwidth is measured, not looked up, with the threads of the bench: the best of several
+matrix-vector products (the access pattern of decode; every byte read once) and of several copies
+(bytes read + bytes written). Caches are defeated by buffers of 256 MiB.
+
+Peak memory is that of one process that runs one side only (`python -m toolchain.bench.child`): both
+sides together would share the interpreter and hide each other's peak. It is VmHWM of /proc, which
+starts anew at exec; getrusage's peak is inherited from the parent and would show the parent's size.
+It counts mapped weight files; `anonymous` leaves them out, and is read at the end of the run.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pydantic
+
+from toolchain.artifact import Artifact
+from toolchain.errors import DtoolError
+from toolchain.formats import FORMATS
+from toolchain.model.config import DecoderConfig
+from toolchain.model.hf import EMBEDDING, HEAD, parameter_shapes
+from toolchain.recipe import Bench
+from toolchain.tensor_file import TensorEntry, read_header
+
+BUFFER_BYTES = 256 << 20
+BANDWIDTH_REPEATS = 7
+WEIGHTS = "weights.safetensors"
+NOT_WEIGHTS = ("rope.safetensors",)
+BANDWIDTH_METHOD = (
+    f"best of {BANDWIDTH_REPEATS} float32 matrix-vector products over {BUFFER_BYTES >> 20} MiB (bytes read / s) "
+    f"and of {BANDWIDTH_REPEATS} copies of it ((bytes read + bytes written) / s), with the threads of the bench"
+)
+MBU_FORMULA = "(weight bytes + B * (cache bytes of a token * mean context + embedding row)) / TPOT p50 / bandwidth"
+CHILD_TIMEOUT_S = 3600
+
+
+class PeakMemory(pydantic.BaseModel, frozen=True, extra="forbid"):
+    """Bytes of one process: the peak of what was resident, and what was not file-backed at the end."""
+
+    peak_bytes: int
+    anonymous_bytes: int
+
+
+class StepBytes(pydantic.BaseModel, frozen=True, extra="forbid"):
+    """What one decode step reads: all weights once, and per row a cache of `kv_bytes_per_token` each token."""
+
+    weight_bytes: int
+    row_bytes: int
+    kv_bytes_per_token: int
+
+    def total(self, batch: int, context: float) -> float:
+        """Bytes per step of `batch` rows that have `context` tokens each."""
+        return self.weight_bytes + batch * (self.row_bytes + self.kv_bytes_per_token * context)
+
+
+def use_threads(threads: int) -> int:
+    """Set torch's thread count, 0 meaning every core this process may use; the count."""
+    import torch
+
+    count = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(count)
+    return count
+
+
+def measure_bandwidth() -> float:
+    """GB/s (1e9) this machine moves with torch's threads, by BANDWIDTH_METHOD."""
+    import torch
+
+    matrix = torch.ones(1 << 13, BUFFER_BYTES // 4 >> 13)
+    vector, target = torch.ones(matrix.shape[1]), torch.empty_like(matrix)
+    read_s = _best_seconds(lambda: torch.mv(matrix, vector))
+    copy_s = _best_seconds(lambda: target.copy_(matrix))
+    return max(BUFFER_BYTES / read_s, 2 * BUFFER_BYTES / copy_s) / 1e9
+
+
+def _best_seconds(work: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(BANDWIDTH_REPEATS + 1):  # the first touches the pages of its output
+        begin = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def artifact_step_bytes(artifact: Artifact, config: DecoderConfig) -> StepBytes | None:
+    """What a decode step of an artifact reads, from its files; None when they hold no weights by name.
+
+    Every tensor is read but an embedding that the head does not share: of that, one row.
+    """
+    entries = _weight_entries(artifact)
+    if not entries:
+        return None
+    cache_dtype = str(artifact.manifest.kv_contract["dtype"])
+    return _step_bytes({n: e.length for n, e in entries.items()}, config, FORMATS[cache_dtype].bytes)
+
+
+def _weight_entries(artifact: Artifact) -> dict[str, TensorEntry]:
+    names = [n for n in artifact.manifest.files if n.endswith(".safetensors") and n not in NOT_WEIGHTS]
+    if WEIGHTS in names:
+        names = [WEIGHTS]
+    return {n: e for name in names for n, e in read_header(artifact.file(name)).items()}
+
+
+def eager_step_bytes(config: DecoderConfig) -> StepBytes:
+    """What a decode step of the float32 torch decoder reads."""
+    shapes = parameter_shapes(config)
+    lengths = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
+    return _step_bytes(lengths, config, 4)
+
+
+def _step_bytes(lengths: dict[str, int], config: DecoderConfig, cache_bytes: int) -> StepBytes:
+    total = sum(lengths.values())
+    row = 0
+    if HEAD in lengths:
+        # The scales of a quantized embedding are looked up with its rows.
+        lookup = sum(length for name, length in lengths.items() if name.startswith(EMBEDDING))
+        total, row = total - lookup, lookup // config.vocab_size
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * cache_bytes
+    return StepBytes(weight_bytes=total, row_bytes=row, kv_bytes_per_token=kv)
+
+
+def bandwidth_utilization(
+    step: StepBytes, *, batch: int, prompt_tokens: int, new_tokens: int, tpot_ms: float, bandwidth_gb_s: float
+) -> float:
+    """MBU, 0..1: the share of the measured bandwidth that the useful bytes of decode take.
+
+    Decode step i of n attends to prompt + i tokens, so the mean context is prompt + (n + 1) / 2.
+    """
+    context = prompt_tokens + (new_tokens + 1) / 2
+    return step.total(batch, context) / (tpot_ms / 1e3) / (bandwidth_gb_s * 1e9)
+
+
+def measure_peak(path: Path, bench: Bench, *, eager: bool) -> PeakMemory:
+    """Peak memory of a process that opens `path` and generates at the longest prompt length.
+
+    Raises DtoolError with the process's last words when it fails.
+    """
+    settings = bench.model_dump_json()
+    command = [sys.executable, "-m", "toolchain.bench.child", str(path), settings, "eager" if eager else "artifact"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False)  # noqa: S603 - our own module
+    if done.returncode != 0:
+        raise DtoolError(
+            f"peak memory of {path} could not be measured",
+            expected="a child process that opens it and generates",
+            found=(done.stderr.strip().splitlines() or ["no message"])[-1] + f" (exit {done.returncode})",
+            fix="run `dtool generate` on it to see the failure itself",
+        )
+    return PeakMemory.model_validate(json.loads(done.stdout.splitlines()[-1]))
+
+
+def own_memory() -> PeakMemory:
+    """Peak and anonymous bytes of this process, from /proc/self/status (kB there)."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text("utf-8").splitlines())
+    peak, anonymous = (int(fields[name].split()[0]) << 10 for name in ("VmHWM", "RssAnon"))
+    return PeakMemory(peak_bytes=peak, anonymous_bytes=anonymous)

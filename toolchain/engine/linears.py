@@ -1,0 +1,87 @@
+"""Finding the products of a graph: which activations meet which stored matrix, and how.
+
+Three forms leave the exporter and the quantizer, all with the matrix stored [out, in]:
+
+    float        MatMul(x, Transpose(W))
+    weight_only  MatMul(x, Transpose(DequantizeLinear(codes, scale)))
+    per_token    Mul(MatMul(DQ(Q(x / s)), Transpose(DequantizeLinear(codes, scale))), s)
+"""
+
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from toolchain.errors import DtoolError
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One product: float input, stored matrix (and scale) by name, the node and value to replace."""
+
+    kind: str
+    x: ir.Value
+    weight: str
+    scale: str | None
+    first: ir.Node
+    output: ir.Value
+
+
+def find_linears(graph: ir.Graph) -> list[Linear]:
+    """Every product with a stored matrix, in graph order. Raises DtoolError on an unknown form."""
+    return [_linear(node) for node in graph if node.op_type == "MatMul" and node.domain == ""]
+
+
+def group_linears(linears: list[Linear]) -> list[list[Linear]]:
+    """Products of one input and kind together: q, k, v; gate, up. One product serves each group."""
+    groups: dict[tuple[int, str], list[Linear]] = {}
+    for linear in linears:
+        groups.setdefault((id(linear.x), linear.kind), []).append(linear)
+    return list(groups.values())
+
+
+def _linear(node: ir.Node) -> Linear:
+    x, weight = node.inputs
+    transpose = _producer(weight)
+    if x is None or transpose is None or transpose.op_type != "Transpose":
+        raise _unknown(node)
+    stored = transpose.inputs[0]
+    dequantize = _producer(stored)
+    if dequantize is None:
+        assert stored is not None
+        return Linear("float", x, str(stored.name), None, node, node.outputs[0])
+    if dequantize.op_type == "Cast" or dequantize.op_type != "DequantizeLinear":
+        raise _unknown(node)
+    codes, scale = dequantize.inputs[:2]
+    assert codes is not None
+    assert scale is not None
+    rounded = _producer(x)
+    if rounded is None or rounded.op_type != "DequantizeLinear":
+        return Linear("weight_only", x, str(codes.name), str(scale.name), node, node.outputs[0])
+    ratio = _chain(rounded, "QuantizeLinear", "Div")
+    scaled = next(iter(node.outputs[0].uses())).node
+    if ratio is None or scaled.op_type != "Mul" or ratio.inputs[0] is None:
+        raise _unknown(node)
+    return Linear("per_token", ratio.inputs[0], str(codes.name), str(scale.name), node, scaled.outputs[0])
+
+
+def _producer(value: ir.Value | None) -> ir.Node | None:
+    return None if value is None else value.producer()
+
+
+def _chain(node: ir.Node, *op_types: str) -> ir.Node | None:
+    """Follow first inputs through nodes of these types; the last of them."""
+    current: ir.Node | None = node
+    for op_type in op_types:
+        current = _producer(current.inputs[0]) if current is not None else None
+        if current is None or current.op_type != op_type:
+            return None
+    return current
+
+
+def _unknown(node: ir.Node) -> DtoolError:
+    return DtoolError(
+        f"the product {node.name!r} has a form the embedded backend does not know",
+        expected="a matrix stored as dtool writes it, in float32",
+        found=f"inputs made by {[v.producer().op_type if v is not None and v.producer() else None for v in node.inputs]}",  # type: ignore[union-attr]
+        fix="give an artifact dtool exported with compute_dtype float32",
+    )

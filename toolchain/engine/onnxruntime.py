@@ -1,0 +1,353 @@
+"""The embedded backend: the artifact's graphs rewritten for ONNX Runtime's CPU kernels.
+
+Attention becomes com.microsoft.GroupQueryAttention over the same in-place cache. Products of one
+input are merged, and integer weights meet integer activations in MatMulIntegerToFloat, whose sums
+are exact, so a token's result does not depend on what else is in the batch or the call:
+
+    per token     y = s * (q . C^T) * scale          s = max|x| / 127, q = round(x / s)
+    weight-only   y = s * (q1 . C^T + q2 . C^T / 254) * scale,   q2 = round(254 * (x / s - q1))
+
+The second spends two int8 digits (about 15 bits) on each activation, stacked as two rows of one
+product, so the weights are read once. Activations are stored as uint8 with zero point 128, the form
+that has fast kernels. Without VNNI those kernels add pairs of u8 * s8 products in 16 bits and
+saturate; `probe_integer_products` finds out, and the weights are then stored as uint8 as well.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
+
+from toolchain.artifact import Artifact, Draft
+from toolchain.engine.linears import Linear, find_linears, group_linears
+from toolchain.errors import DtoolError
+from toolchain.formats import FORMATS
+from toolchain.graph_io import GRAPH_FILES, PHASES, Phase
+from toolchain.model.config import DecoderConfig
+from toolchain.numerics import INT8_QMAX, SMALLEST_SCALE
+from toolchain.ops.function_body import OP_TYPE
+from toolchain.recipe import Recipe
+from toolchain.tensor_file import TensorEntry, build_header, read_header, read_tensor, tensor_bytes, write_stream
+
+WEIGHTS, ROPE = "weights.safetensors", "rope.safetensors"
+MICROSOFT = "com.microsoft"
+SECOND_DIGIT = 254.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of the engine's weights file: made by `make` when its turn to be written comes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    make: Callable[[], object]
+
+
+@dataclass(slots=True)
+class RewrittenGraphs:
+    """What the rewriting of all phases shares: the source's tensors and the ones to write."""
+
+    config: DecoderConfig
+    source: dict[str, TensorEntry]
+    unsigned_weights: bool
+    stored: dict[str, StoredTensor] = field(default_factory=dict)
+    products: dict[str, int] = field(default_factory=dict)
+
+
+def build_onnxruntime(
+    source: Artifact, recipe: Recipe, draft: Draft, report: Callable[[str], None]
+) -> dict[str, object]:
+    """Write the three graphs and their weights into the draft; the engine report's data."""
+    compute = source.manifest.details["compute_dtype"]
+    if compute != "float32":
+        raise DtoolError(
+            f"the embedded backend computes in float32, not {compute}",
+            expected="an artifact exported with compute_dtype float32",
+            found=str(compute),
+            fix="export again with --set compute_dtype=float32",
+        )
+    config = DecoderConfig.model_validate(source.json("decoder.json"))
+    shared = RewrittenGraphs(config, read_header(source.file(WEIGHTS)), not probe_integer_products())
+    models = {phase: _rewrite(source.file(GRAPH_FILES[phase]), phase, shared) for phase in PHASES}
+    _write_tensors(shared, draft)
+    report(f"{sum(shared.products.values())} products merged or made integer")
+    (draft.path / ROPE).write_bytes(source.file(ROPE).read_bytes())
+    entries = read_header(draft.path / WEIGHTS)
+    for phase, model in models.items():
+        for name, value in model.graph.initializers.items():
+            if name in entries:
+                value.const_value = _external(name, entries[name])
+        data = ir.serde.serialize_model(model).SerializeToString(deterministic=True)
+        (draft.path / GRAPH_FILES[phase]).write_bytes(data)
+    return {
+        "products": shared.products,
+        "integer_weights": "uint8" if shared.unsigned_weights else "int8",
+        "attention": "com.microsoft.GroupQueryAttention",
+        "layers": config.num_hidden_layers,
+    }
+
+
+def probe_integer_products() -> bool:
+    """Whether this CPU multiplies uint8 by int8 exactly (it has VNNI or the like)."""
+    import onnx
+    import onnxruntime
+
+    node = onnx.helper.make_node("MatMulInteger", ["a", "b", "z"], ["y"])
+    tensors = {"a": onnx.TensorProto.UINT8, "b": onnx.TensorProto.INT8}
+    inputs = [onnx.helper.make_tensor_value_info(n, t, [None, None]) for n, t in tensors.items()]
+    zero = onnx.helper.make_tensor("z", onnx.TensorProto.UINT8, [], [128])
+    output = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.INT32, [None, None])
+    graph = onnx.helper.make_graph([node], "probe", inputs, [output], [zero])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    a, b = np.full((2, 64), 255, np.uint8), np.full((64, 32), 127, np.int8)
+    (product,) = session.run(None, {"a": a, "b": b})
+    return bool((product == 127 * 127 * 64).all())
+
+
+def _rewrite(path: Path, phase: Phase, shared: RewrittenGraphs) -> ir.Model:
+    model = ir.serde.deserialize_model(ir.serde.onnx.load(path, load_external_data=False))
+    rewriter = _Rewriter(model.graph, phase, shared)
+    rewriter.embedding()
+    for group in group_linears(find_linears(model.graph)):
+        rewriter.product(group)
+    rewriter.attention()
+    RemoveUnusedNodesPass()(model)
+    RemoveUnusedFunctionsPass()(model)
+    for name in model.graph.initializers:
+        if name in shared.source:
+            entry = shared.source[name]
+            shared.stored.setdefault(name, StoredTensor(entry.dtype, entry.shape, functools.partial(read_tensor, entry)))
+    model.graph.opset_imports[MICROSOFT] = 1
+    model.graph.opset_imports.pop("dtool", None)
+    return model
+
+
+def _external(name: str, entry: TensorEntry) -> ir.ExternalTensor:
+    dtype = ir.DataType(FORMATS[entry.dtype].onnx_code)
+    return ir.ExternalTensor(entry.path.name, entry.offset, entry.length, dtype, shape=ir.Shape(entry.shape), name=name)
+
+
+class _Rewriter:
+    """Replaces nodes of one graph; new matrices go to `shared.stored` under stable names."""
+
+    def __init__(self, graph: ir.Graph, phase: Phase, shared: RewrittenGraphs) -> None:
+        self.graph, self.phase, self.shared = graph, phase, shared
+        self.position: ir.Node = next(iter(graph))
+        self.values = {str(v.name): v for v in graph.inputs}
+        self.count = 0
+
+    # ---- building blocks ----
+
+    def op(self, op_type: str, *inputs: ir.Value | None, domain: str = "", outputs: int = 1, **attributes: Any) -> Any:
+        """Insert a node before the current position; its output, or its outputs."""
+        attrs = ir.convenience.convert_attributes(attributes)
+        self.count += 1
+        name = f"{self.phase}_{op_type}_{self.count}"
+        node = ir.Node(domain, op_type, list(inputs), attrs, num_outputs=outputs, name=name)
+        for i, value in enumerate(node.outputs):
+            value.name = f"{name}_{i}"
+        self.graph.insert_before(self.position, node)
+        return node.outputs[0] if outputs == 1 else node.outputs
+
+    def constant(self, name: str, value: np.ndarray) -> ir.Value:
+        """A small initializer kept inside the graph."""
+        return self._initializer(f"embedded.{name}", ir.tensor(value, name=f"embedded.{name}"))
+
+    def stored(self, name: str, tensor: StoredTensor) -> ir.Value:
+        """An initializer that will lie in the weights file."""
+        self.shared.stored.setdefault(name, tensor)
+        shape, code = ir.Shape(tensor.shape), ir.DataType(FORMATS[tensor.dtype].onnx_code)
+        return self._initializer(name, ir.ExternalTensor(WEIGHTS, 0, 0, code, shape=shape, name=name))
+
+    def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        if name not in self.graph.initializers:
+            value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
+            self.graph.initializers[name] = value
+        return self.graph.initializers[name]
+
+    # ---- matrices ----
+
+    def matrix(self, names: list[str]) -> ir.Value:
+        """The matrices [out, in] side by side, transposed to [in, out] as the kernels read them."""
+        entries = [self.shared.source[name] for name in names]
+        quantized = entries[0].dtype == "int8"
+        unsigned = quantized and self.shared.unsigned_weights
+
+        def make() -> object:
+            import torch
+
+            joined = torch.cat([read_tensor(entry) for entry in entries])
+            if unsigned:
+                joined = (joined.to(torch.int16) + 128).to(torch.uint8)
+            return joined.mT.contiguous()
+
+        shape = (entries[0].shape[1], sum(entry.shape[0] for entry in entries))
+        dtype = "uint8" if unsigned else entries[0].dtype
+        return self.stored("+".join(names) + ".transposed", StoredTensor(dtype, shape, make))
+
+    def scales(self, names: list[str]) -> ir.Value:
+        """The scales of the matrices, one after the other."""
+        entries = [self.shared.source[name] for name in names]
+
+        def make() -> object:
+            import torch
+
+            return torch.cat([read_tensor(entry) for entry in entries])
+
+        return self.stored("+".join(names), StoredTensor("float32", (sum(e.shape[0] for e in entries),), make))
+
+    def embedding(self) -> None:
+        """Read rows from the matrix the head uses, so that a tied matrix is stored once.
+
+        Integer codes are gathered before they are dequantized, never the whole matrix.
+        """
+        for node in [n for n in self.graph if n.op_type == "Gather" and n.domain == ""]:
+            table, ids = node.inputs[0], node.inputs[1]
+            assert table is not None
+            dequantize = table.producer()
+            tied = len({usage.node.op_type for usage in table.uses()}) > 1
+            self.position = node
+            if dequantize is None and tied:
+                rows = self._columns([str(table.name)], ids)
+            elif dequantize is not None and dequantize.op_type == "DequantizeLinear":
+                rows = self._integer_rows(*(str(v.name) for v in dequantize.inputs[:2] if v is not None), ids)
+            else:
+                continue
+            ir.convenience.replace_all_uses_with(node.outputs[0], rows)
+
+    def _columns(self, names: list[str], ids: ir.Value | None) -> ir.Value:
+        return self.op("Transpose", self.op("Gather", self.matrix(names), ids, axis=1), perm=[1, 2, 0])
+
+    def _integer_rows(self, codes: str, scale: str, ids: ir.Value | None) -> ir.Value:
+        rows = self.op("Cast", self._columns([codes], ids), to=int(ir.DataType.FLOAT))
+        if self.shared.unsigned_weights:
+            rows = self.op("Sub", rows, self.constant("offset", np.array(128.0, np.float32)))
+        scale_rows = self.op("Gather", self.scales([scale]), ids, axis=0)
+        axis = self.constant("axis", np.array([-1], np.int64))
+        return self.op("Mul", rows, self.op("Unsqueeze", scale_rows, axis))
+
+    # ---- products ----
+
+    def product(self, group: list[Linear]) -> None:
+        """One product for all matrices that read the same input."""
+        self.position = group[0].first
+        names = [linear.weight for linear in group]
+        kind = group[0].kind
+        self.shared.products[kind] = self.shared.products.get(kind, 0) + (self.phase == "decode")
+        if kind == "float":
+            merged = self.op("MatMul", group[0].x, self.matrix(names))
+        else:
+            scales = self.scales([str(linear.scale) for linear in group])
+            merged = self._integer_product(group[0].x, self.matrix(names), scales, digits=1 + (kind == "weight_only"))
+        outputs = [merged]
+        if len(group) > 1:
+            sizes = np.array([self.shared.source[name].shape[0] for name in names], np.int64)
+            split = self.constant("split." + "+".join(map(str, sizes)), sizes)
+            outputs = list(self.op("Split", merged, split, outputs=len(group), axis=-1))
+        for linear, output in zip(group, outputs, strict=True):
+            self._replace(linear.output, output)
+
+    def _replace(self, old: ir.Value, new: ir.Value) -> None:
+        if old in self.graph.outputs:
+            index = self.graph.outputs.index(old)
+            name, new.type, new.shape = old.name, old.type, old.shape
+            old.name, new.name = f"{name}_replaced", name
+            self.graph.outputs[index] = new
+        ir.convenience.replace_all_uses_with(old, new)
+
+    def _integer_product(self, x: ir.Value, weight: ir.Value, scales: ir.Value, *, digits: int) -> ir.Value:
+        one = self.constant("one", np.array(1.0, np.float32))
+        zero = self.constant("zero", np.array(128, np.uint8))
+        floor = self.constant("floor", np.array(SMALLEST_SCALE * INT8_QMAX, np.float32))
+        axis = self.constant("axis", np.array([-1], np.int64))
+        amax = self.op("ReduceMax", self.op("Abs", x), axis, keepdims=1)
+        amax = self.op("Max", amax, floor)
+        scale = self.op("Div", amax, self.constant("qmax", np.array(INT8_QMAX, np.float32)))
+        ratio = self.op("Div", x, scale)
+        codes = self.op("QuantizeLinear", ratio, one, zero)
+        if digits == 2:
+            step = self.constant("second_step", np.array(1 / SECOND_DIGIT, np.float32))
+            rest = self.op("Sub", ratio, self.op("DequantizeLinear", codes, one, zero))
+            codes = self.op("Concat", codes, self.op("QuantizeLinear", rest, step, zero), axis=0)
+        weight_zero = zero if self.shared.unsigned_weights else None
+        inputs = (codes, weight, one, scales, zero, weight_zero)
+        y = self.op("MatMulIntegerToFloat", *inputs, domain=MICROSOFT)
+        if digits == 2:
+            first, second = self.op("Split", y, outputs=2, axis=0, num_outputs=2)
+            y = self.op("Add", first, self.op("Mul", second, step))
+        return self.op("Mul", y, scale)
+
+    # ---- attention ----
+
+    def attention(self) -> None:
+        """Every attention node becomes GroupQueryAttention over the same cache."""
+        nodes = [node for node in self.graph if node.op_type == OP_TYPE]
+        self.position = nodes[0]
+        past = self.values["past_lengths"]
+        one = self.constant("one_int64", np.array(1, np.int64))
+        new = self.values.get("new_lengths")
+        last = past if new is None else self.op("Sub", self.op("Add", past, new), one)
+        last32 = self.op("Cast", last, to=int(ir.DataType.INT32))
+        if new is None:
+            new = self.op("Add", self.op("Mul", past, self.constant("zero_int64", np.array(0, np.int64))), one)
+        new32 = self.op("Cast", new, to=int(ir.DataType.INT32))
+        first_cache = self.values["past_key_values.0.key"]
+        capacity = self.op("Squeeze", self.op("Shape", first_cache, start=2, end=3))
+        total32 = self.op("Cast", capacity, to=int(ir.DataType.INT32))
+        for node in nodes:
+            self.position = node
+            self._group_query(node, last32, total32, new32)
+
+    def _group_query(self, node: ir.Node, last: ir.Value, total: ir.Value, new: ir.Value) -> None:
+        q, k, v, cos, sin, _, key, value, *scales = node.inputs
+        attributes = {name: node.attributes[name].as_int() for name in ("num_heads", "num_kv_heads")}
+        extra: dict[str, object] = {}
+        wide = [self._wide_scale(str(s.name)) for s in scales if s is not None]
+        if wide:
+            extra = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+        packed = self._packed(q, k, v)
+        qkv = (packed, None, None) if packed is not None else (q, k, v)
+        outputs = self.op(
+            "GroupQueryAttention",
+            *qkv, key, value, last, total, cos, sin, None, None, None,
+            *(wide or (None, None)), None, None, new,
+            domain=MICROSOFT,
+            outputs=3,
+            num_heads=attributes["num_heads"],
+            kv_num_heads=attributes["num_kv_heads"],
+            do_rotary=1,
+            scale=node.attributes["scale"].as_float(),
+            **extra,
+        )  # fmt: skip
+        for old, replacement in zip(node.outputs, outputs, strict=True):
+            self._replace(old, replacement)
+
+    def _packed(self, *parts: ir.Value | None) -> ir.Value | None:
+        """The merged product whose split gave q, k and v, when nothing stands between."""
+        producers = {id(part.producer()) for part in parts if part is not None}
+        split = parts[0].producer() if parts[0] is not None else None
+        if len(producers) == 1 and split is not None and split.op_type == "Split":
+            return split.inputs[0]
+        return None
+
+    def _wide_scale(self, name: str) -> ir.Value:
+        entry, dim = self.shared.source[name], self.shared.config.head_dim
+        heads = entry.shape[0]
+
+        def make() -> object:
+            return read_tensor(entry)[None, :, None, None].expand(1, heads, 1, dim).contiguous()
+
+        return self.stored(f"{name}.wide", StoredTensor("float32", (1, heads, 1, dim), make))
+
+
+def _write_tensors(shared: RewrittenGraphs, draft: Draft) -> None:
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in shared.stored.items()}
+    header, _ = build_header(layout)
+    chunks = (tensor_bytes(tensor.make()) for tensor in shared.stored.values())
+    draft.known_sha256[WEIGHTS] = write_stream(draft.path / WEIGHTS, header, chunks)

@@ -1,0 +1,240 @@
+"""What was compiled, held against what the graph asked for.
+
+TensorRT may keep a weight in another format, or leave attention unfused, and still succeed. The
+engine report lists every kernel, counts the fused attentions and the matrix products by the types
+of their operands, and `verify_engine` fails a build whose kernels do not do what the graph says.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from toolchain.engine.layers import Kernel
+from toolchain.engine.profiles import ATTENTION
+from toolchain.errors import DtoolError, name_list
+from toolchain.report import Bars, Page, Table
+
+TRT_NAMES = {
+    "FLOAT": "Float",
+    "FLOAT16": "Half",
+    "BFLOAT16": "BFloat16",
+    "INT8": "Int8",
+    "INT4": "Int4",
+    "FLOAT8E4M3FN": "FP8",
+}
+_QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
+_CARRIERS = _QDQ | {"Transpose", "Cast", "Reshape", "Identity"}
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product of the graph: TensorRT's names of the types of its activations and weights."""
+
+    node: str
+    activations: str
+    weights: str
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What a graph asks of its engine: op type by node name, its products, its attention nodes."""
+
+    op_types: Mapping[str, str]
+    products: tuple[Product, ...]
+    attention: tuple[str, ...]
+
+
+def read_graph(model: Any, compute_dtype: str) -> GraphFacts:
+    """The products and attention nodes of an ONNX model. A weight's type is that of its stored codes."""
+    stored = {t.name: t for t in model.graph.initializer}
+    producers = {output: node for node in model.graph.node for output in node.output}
+    compute = TRT_NAMES[compute_dtype.upper()]
+    products = []
+    for node in model.graph.node:
+        if node.op_type not in ("MatMul", "Gemm"):
+            continue
+        sides = [_origin(name, producers, stored) for name in node.input[:2]]
+        weights = [code for code, is_weight in sides if is_weight]
+        if weights:  # a product of two activations is attention's, and counted there
+            activations = next((code for code, is_weight in sides if not is_weight), None)
+            weight = TRT_NAMES.get(weights[0] or "", str(weights[0]))
+            plain = weight if weight in ("Float", "Half", "BFloat16") else compute
+            products.append(Product(node.name, TRT_NAMES.get(activations or "", plain), weight))
+    return GraphFacts(
+        op_types={node.name: node.op_type for node in model.graph.node},
+        products=tuple(products),
+        attention=tuple(node.name for node in model.graph.node if node.op_type in (ATTENTION, "Attention")),
+    )
+
+
+def _origin(name: str, producers: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Follow a product's input back to (stored type, is a weight); the type is None for a plain activation."""
+    from onnx import TensorProto
+
+    while name not in stored:
+        node = producers.get(name)
+        if node is None or node.op_type not in _CARRIERS:
+            return None, False
+        if node.op_type == "QuantizeLinear":
+            zero = stored.get(node.input[2]) if len(node.input) > 2 else None
+            wanted = next((a.i for a in node.attribute if a.name == "output_dtype"), 0)
+            return TensorProto.DataType.Name(zero.data_type if zero is not None else wanted or TensorProto.UINT8), False
+        name = node.input[0]
+    return TensorProto.DataType.Name(stored[name].data_type), True
+
+
+def summarize(kernels: Sequence[Kernel], facts: GraphFacts) -> dict[str, Any]:
+    """Counts of an engine's kernels: by type, fused attention per layer, products by operand types."""
+    fused = [k for k in kernels if k.is_fused_attention]
+    product_kernels = [k for k in kernels if k.is_product]
+    by_node = _kernel_by_node(product_kernels)
+    wanted = {p.node for p in facts.products}
+    rows = Counter((_product_types(k), len(wanted & set(k.onnx_nodes))) for k in product_kernels)
+    return {
+        "kernels": dict(sorted(Counter(k.type for k in kernels).items())),
+        "attention": {
+            "layers": len(facts.attention),
+            "fused": len(fused),
+            "kernels": [_attention_row(k) for k in fused],
+        },
+        "products": {
+            "in_graph": len(facts.products),
+            "kernels": len(product_kernels),
+            "kernels_per_layer": _per_layer(product_kernels),
+            "precisions": _precision_rows(rows),
+            "without_kernel": sorted(wanted - by_node.keys()),
+        },
+        "unfused_qdq": sum(_is_bare_qdq(k, facts.op_types) for k in kernels),
+    }
+
+
+def _kernel_by_node(kernels: Iterable[Kernel]) -> dict[str, Kernel]:
+    return {node: kernel for kernel in kernels for node in kernel.onnx_nodes}
+
+
+def _product_types(kernel: Kernel) -> tuple[str, str, str]:
+    """Types of activations, weights and outputs. Scales are vectors, so the matrix is the weight."""
+    matrices = [t.dtype for t in kernel.constants if t.is_matrix] or [t.dtype for t in kernel.constants]
+    inputs = sorted({t.dtype for t in kernel.inputs})
+    return "+".join(inputs), "+".join(sorted(set(matrices))), "+".join(sorted({t.dtype for t in kernel.outputs}))
+
+
+def _precision_rows(rows: Counter[tuple[tuple[str, str, str], int]]) -> list[dict[str, Any]]:
+    merged: dict[tuple[str, str, str], list[int]] = {}
+    for (types, products), count in rows.items():
+        entry = merged.setdefault(types, [0, 0])
+        entry[0] += count
+        entry[1] += count * products
+    return [
+        {"activations": a, "weights": w, "outputs": o, "kernels": kernels, "products": products}
+        for (a, w, o), (kernels, products) in sorted(merged.items())
+    ]
+
+
+def _layer_of(kernel: Kernel) -> int | None:
+    found = next(filter(None, (_LAYER.search(node) for node in kernel.onnx_nodes)), None)
+    return int(found[1]) if found else None
+
+
+def _attention_row(kernel: Kernel) -> dict[str, Any]:
+    return {"layer": _layer_of(kernel), "tactic": kernel.tactic, "type": kernel.inputs[0].dtype if kernel.inputs else ""}
+
+
+def _per_layer(kernels: Iterable[Kernel]) -> dict[str, int]:
+    """How many decoder layers have how many product kernels, as {"4": 30}; `outside` counts the rest."""
+    layers = Counter(_layer_of(k) for k in kernels)
+    outside = layers.pop(None, 0)
+    counts = Counter(layers.values())
+    return {str(n): counts[n] for n in sorted(counts)} | ({"outside": outside} if outside else {})
+
+
+def _is_bare_qdq(kernel: Kernel, op_types: Mapping[str, str]) -> bool:
+    """Whether a kernel does nothing but quantize or dequantize: work that should be part of another."""
+    ops = {op_types.get(node, "?") for node in kernel.onnx_nodes}
+    return not kernel.is_product and bool(ops & _QDQ) and ops <= _CARRIERS
+
+
+def verify_engine(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) -> None:
+    """Raise DtoolError when attention is not fused in every layer, or a product is not in the types asked."""
+    fused = [k for k in kernels if k.is_fused_attention]
+    if len(fused) != len(facts.attention):
+        named = " ".join(node for k in fused for node in k.onnx_nodes)
+        missing = [name for name in facts.attention if name not in named]
+        raise DtoolError(
+            f"attention is not fused in every layer of {phase}",
+            expected=f"a dedicated attention kernel for each of {len(facts.attention)} nodes",
+            found=f"{len(fused)}; without one: {name_list(missing) or 'unnamed'}",
+            fix="use compute_dtype float16 or bfloat16 and a head_dim from 16 to 256",
+        )
+    by_node = _kernel_by_node(k for k in kernels if k.is_product)
+    wrong = [text for product in facts.products if (text := _mismatch(product, by_node.get(product.node)))]
+    if wrong:
+        raise DtoolError(
+            f"{phase} was not compiled in the types its graph asks for",
+            expected="every product in the stored type of its weight and the type of its activations",
+            found=f"{len(wrong)} of {len(facts.products)} differ: {name_list(wrong, 3)}",
+            fix="this is a fault of dtool's graph or of this TensorRT-RTX version: please report it",
+        )
+
+
+def _mismatch(product: Product, kernel: Kernel | None) -> str:
+    """How the kernel of a product differs from what was asked; empty when it does not."""
+    asked = f"{product.activations} x {product.weights}"
+    if kernel is None:
+        return f"{product.node} ({asked}) has no product kernel"
+    activations, weights, _ = _product_types(kernel)
+    if product.activations in activations.split("+") and product.weights == weights:
+        return ""
+    return f"{product.node} ({asked}) runs as {activations} x {weights}"
+
+
+def engine_entry(kernels: Sequence[Kernel], facts: GraphFacts, size_bytes: int) -> dict[str, Any]:
+    """The report on one engine: its bytes, its summary and every kernel."""
+    return {
+        "bytes": size_bytes,
+        "summary": summarize(kernels, facts),
+        "layers": [_kernel_row(kernel) for kernel in kernels],
+    }
+
+
+def _kernel_row(kernel: Kernel) -> dict[str, Any]:
+    row = asdict(kernel)
+    for part in ("inputs", "constants", "outputs"):
+        row[part] = [str(tensor) for tensor in getattr(kernel, part)]
+    return row | {"onnx_nodes": list(kernel.onnx_nodes)}
+
+
+def page(report: Mapping[str, Any]) -> Page:
+    """The engine report as a page: sizes, attention, products and kernel counts of every engine."""
+    engines = report["engines"]
+    facts = (
+        ("backend", str(report["backend"])),
+        ("compiler", str(report["compiler"])),
+        ("targets", ", ".join(report["targets"])),
+        *((f"{phase} engine", f"{entry['bytes']:,} bytes") for phase, entry in engines.items()),
+    )
+    attention, products, parts = [], [], []
+    for phase, entry in engines.items():
+        summary = entry["summary"]
+        kinds = Counter(re.sub(r"_0x.*", "", row["tactic"]) for row in summary["attention"]["kernels"])
+        tactics = ", ".join(f"{n} x {kind}" for kind, n in sorted(kinds.items()))
+        attention.append((phase, summary["attention"]["layers"], summary["attention"]["fused"], tactics))
+        products += [
+            (phase, row["activations"], row["weights"], row["outputs"], row["kernels"], row["products"])
+            for row in summary["products"]["precisions"]
+        ]
+        bars = tuple((kind, float(count)) for kind, count in summary["kernels"].items())
+        parts.append(Bars(f"Kernels of {phase}", "kernels", bars, f"unfused Q/DQ: {summary['unfused_qdq']}"))
+    heads = ("engine", "activations", "weights", "outputs", "kernels", "products")
+    return Page(
+        title="Engine report",
+        facts=facts,
+        parts=(
+            Table("Attention", ("engine", "layers", "fused", "kernels"), tuple(attention)),
+            Table("Matrix products", heads, tuple(products), "products: how many of the graph's run in those kernels"),
+            *parts,
+        ),
+    )

@@ -1,0 +1,274 @@
+"""The first tensor of a graph that departs from the torch decoder, and the likely class of fault.
+
+The evaluation graph runs in ONNX Runtime with its intermediate values as extra outputs, the decoder
+with hooks at the same places, both over the same two chunks (the second with a past). Tensors are
+walked in the order they are computed; the first whose relative error ||ours - theirs|| / ||theirs||
+exceeds the tolerance is named. The class comes from simple evidence only:
+
+    scale    each output channel is a multiple of the reference's
+    layout   the channels (or heads) are the reference's in another order
+    cast     a float32 graph errs as half precision would
+    rope     attention is right at position 0 and wrong behind it
+    mask     attention is wrong at position 0, which may see nothing but itself
+    cache    attention is right until there is a past
+    weights  a product of right inputs is wrong in none of these ways
+    unknown  anything else
+
+Legend: B batch, T new tokens, I or O channels, H heads, D head dim, N positions.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from toolchain.artifact import Artifact
+from toolchain.graph_io import GRAPH_FILES, graph_io
+from toolchain.model.config import DecoderConfig
+from toolchain.model.decoder import Decoder
+from toolchain.numerics import SAFETY, UNIT_ROUNDOFF
+from toolchain.runners.eager import EagerRunner
+
+Array = np.ndarray[Any, Any]
+CHUNK, ROWS = 12, 2
+QUANTIZED_TOLERANCE = 5e-3
+"""Rounding to int8 turns a last-bit difference into a whole code here and there."""
+HALF_PRECISION = (2.0**-13, 2.0**-6)
+"""Relative errors that rounding to float16 or bfloat16 leaves."""
+EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+PARTS = ("q_proj", "k_proj", "v_proj", "attention", "after_attention", "output")
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a graph departs: `tensor` is `layers.{i}.{part}`, `embedding` or `logits`; `value` is the graph's name."""
+
+    tensor: str
+    value: str
+    relative_error: float
+    tolerance: float
+    fault: str
+    evidence: str
+
+    def text(self) -> str:
+        """One line for people."""
+        return (
+            f"first divergence: {self.tensor} ({self.value} in {GRAPH_FILES['evaluation']}), relative error "
+            f"{self.relative_error:.2g} > {self.tolerance:.2g}; likely {self.fault}: {self.evidence}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One tensor on both sides, [B, T, features] of each chunk."""
+
+    tensor: str
+    value: str
+    ours: tuple[Array, ...]
+    theirs: tuple[Array, ...]
+
+
+def find_divergence(artifact: Artifact, decoder: Decoder, cache_format: str = "none") -> Divergence | None:
+    """The first tensor of an export or quantized artifact that departs from `decoder`; None when none does."""
+    config = decoder.config
+    chunks = np.random.default_rng(0).integers(0, config.vocab_size, (2, ROWS, CHUNK), np.int64)
+    chunks = chunks[..., : min(CHUNK, config.max_position_embeddings // 2)]
+    places = graph_places(artifact, config)
+    ours = _run_graph(artifact, config, chunks, list(places.values()))
+    theirs = _run_decoder(decoder, cache_format, chunks)
+    probes = [
+        Probe(tensor, value, tuple(c[value] for c in ours), tuple(c[tensor] for c in theirs))
+        for tensor, value in places.items()
+    ]
+    dtype = str(artifact.manifest.details.get("compute_dtype", "float32"))
+    quantized = artifact.manifest.stage != "export"
+    for depth, probe in enumerate(probes, 1):
+        tolerance = _tolerance(dtype, depth, config, quantized=quantized)
+        errors = [relative_error(a, b) for a, b in zip(probe.ours, probe.theirs, strict=True)]
+        if not max(errors) <= tolerance:  # NaN is a divergence
+            exact = dtype == "float32" and not quantized
+            fault, evidence = classify(probe, config, tolerance, exact=exact)
+            return Divergence(probe.tensor, probe.value, max(errors), tolerance, fault, evidence)
+    return None
+
+
+def _tolerance(dtype: str, depth: int, config: DecoderConfig, *, quantized: bool) -> float:
+    """What rounding explains after `depth` tensors, relative to the tensor's norm."""
+    width = max(config.hidden_size, config.intermediate_size)
+    exact = SAFETY * UNIT_ROUNDOFF[dtype] * math.sqrt((depth + 1) * math.log2(width))
+    return max(exact, QUANTIZED_TOLERANCE * math.sqrt(depth)) if quantized else exact
+
+
+def relative_error(ours: Array, theirs: Array) -> float:
+    """||ours - theirs|| / ||theirs||, in float64; infinite when `ours` is not finite."""
+    a, b = ours.astype(np.float64), theirs.astype(np.float64)
+    if not np.isfinite(a).all():
+        return math.inf
+    return float(np.linalg.norm(a - b) / max(float(np.linalg.norm(b)), 1e-30))
+
+
+def graph_places(artifact: Artifact, config: DecoderConfig) -> dict[str, str]:
+    """{tensor: value name in the evaluation graph}, in the order of computation.
+
+    Found by structure: the inputs and the output of each layer's attention node, and the layer's
+    first and last residual sum.
+    """
+    import onnx
+
+    graph = onnx.load(str(artifact.file(GRAPH_FILES["evaluation"])), load_external_data=False).graph
+    attention = [node for node in graph.node if node.op_type == "FusedAttention"]
+    embedding = next(node for node in graph.node if node.op_type == "Gather" and "input_ids" in node.input)
+    places = {"embedding": embedding.output[0]}
+    for i in range(config.num_hidden_layers):
+        sums = [n.output[0] for n in graph.node if n.op_type == "Add" and n.output[0].startswith(f"layers.{i}.add")]
+        values = (*attention[i].input[:3], attention[i].output[0], sums[0], sums[-1])
+        places |= {f"layers.{i}.{part}": value for part, value in zip(PARTS, values, strict=True)}
+    return places | {"logits": "logits"}
+
+
+def _instrumented_session(artifact: Artifact, values: Sequence[str]) -> Any:
+    """The evaluation graph with the named values as outputs; the file itself is left alone."""
+    import onnx
+    import onnxruntime
+
+    path = artifact.file(GRAPH_FILES["evaluation"])
+    model = onnx.load(str(path), load_external_data=False)
+    declared = {output.name for output in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in declared)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.add_session_config_entry(EXTERNAL_FOLDER, str(path.parent.absolute()))
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _run_graph(
+    artifact: Artifact, config: DecoderConfig, chunks: Array, values: Sequence[str]
+) -> list[dict[str, Array]]:
+    """The named values of each chunk, the cache carried from one to the next."""
+    from toolchain.runners.onnx import NUMPY
+
+    session = _instrumented_session(artifact, values)
+    cache_dtype = str(artifact.manifest.kv_contract["dtype"])
+    contract = graph_io(config, "evaluation", cache_dtype)
+    pasts, presents = contract.inputs[3:], contract.outputs[1:]
+    shape = (ROWS, config.num_key_value_heads, chunks.shape[0] * chunks.shape[2], config.head_dim)
+    feeds: dict[str, Array] = {spec.name: np.zeros(shape, NUMPY[cache_dtype]) for spec in pasts}
+    results = []
+    for i, ids_BT in enumerate(chunks):
+        length = np.full(ROWS, ids_BT.shape[1], np.int64)
+        feeds |= {"input_ids": ids_BT, "past_lengths": length * i, "new_lengths": length}
+        given = {spec.name for spec in session.get_inputs()}
+        names = [*values, *(spec.name for spec in presents)]
+        found = dict(zip(names, session.run(names, {k: v for k, v in feeds.items() if k in given}), strict=True))
+        feeds |= {past.name: found[present.name] for past, present in zip(pasts, presents, strict=True)}
+        results.append({name: np.asarray(found[name], np.float32) for name in values})
+    return results
+
+
+def _run_decoder(decoder: Decoder, cache_format: str, chunks: Array) -> list[dict[str, Array]]:
+    """The same tensors from the torch decoder, by hooks."""
+    seen: dict[str, Array] = {}
+
+    def keep(name: str, tensor: Any) -> None:
+        seen[name] = tensor.float().numpy().copy()
+
+    def keep_output(name: str) -> Any:
+        return lambda _module, _inputs, output: keep(name, output[0] if isinstance(output, tuple) else output)
+
+    def keep_input(name: str) -> Any:
+        return lambda _module, inputs: keep(name, inputs[0])
+
+    handles = [decoder.model.embed_tokens.register_forward_hook(keep_output("embedding"))]
+    for i, block in enumerate(decoder.model.layers):
+        for part in ("q_proj", "k_proj", "v_proj"):
+            projection = getattr(block.self_attn, part)
+            handles.append(projection.register_forward_hook(keep_output(f"layers.{i}.{part}")))
+        output, norm = block.self_attn.o_proj, block.post_attention_layernorm
+        handles.append(output.register_forward_pre_hook(keep_input(f"layers.{i}.attention")))
+        handles.append(norm.register_forward_pre_hook(keep_input(f"layers.{i}.after_attention")))
+        handles.append(block.register_forward_hook(keep_output(f"layers.{i}.output")))
+    runner = EagerRunner(decoder, cache_format)
+    state = runner.new_state(ROWS, chunks.shape[0] * chunks.shape[2])
+    results = []
+    try:
+        for ids_BT in chunks:
+            logits = runner.step(state, ids_BT, np.full(ROWS, ids_BT.shape[1], np.int64), "evaluation")
+            results.append(dict(seen) | {"logits": logits})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return results
+
+
+def classify(probe: Probe, config: DecoderConfig, tolerance: float, *, exact: bool) -> tuple[str, str]:
+    """(class of fault, the evidence for it). `exact`: nothing in the graph is rounded below float32."""
+    ours, theirs = (np.concatenate(side, 1).astype(np.float64) for side in (probe.ours, probe.theirs))
+    if not np.isfinite(ours).all():
+        return "unknown", "values are not finite"
+    error = relative_error(ours, theirs)
+    part = probe.tensor.rsplit(".", 1)[-1]
+    if part in ("after_attention", "output"):
+        inside = "attention's output projection" if part == "after_attention" else "the norm or the feed-forward"
+        return _cast_or("weights", f"everything before {inside} agrees", error, exact=exact)
+    if part == "attention":
+        return _classify_attention(probe, config, tolerance, error, exact=exact)
+    if part == "embedding":
+        return _cast_or("weights", "the embedding is the first thing computed", error, exact=exact)
+    ours_NO, theirs_NO = (x.reshape(-1, x.shape[-1]) for x in (ours, theirs))
+    return _classify_channels(ours_NO, theirs_NO, tolerance, error, exact=exact)
+
+
+def _cast_or(fault: str, evidence: str, error: float, *, exact: bool) -> tuple[str, str]:
+    low, high = HALF_PRECISION
+    if exact and low <= error <= high:
+        return "cast", f"a relative error of {error:.1g} is that of half precision"
+    return fault, evidence
+
+
+def _classify_channels(
+    ours_NO: Array, theirs_NO: Array, tolerance: float, error: float, *, exact: bool
+) -> tuple[str, str]:
+    """A product of inputs that agree: which channels are off, and how."""
+    wrong_O = _column_errors(ours_NO, theirs_NO) > 10 * tolerance
+    wrong = np.flatnonzero(wrong_O)
+    told = f"{len(wrong)} of {len(wrong_O)} output channels are off (first {', '.join(map(str, wrong[:4]))})"
+    if len(wrong) == 0:
+        return _cast_or("unknown", "no single channel stands out", error, exact=exact)
+    a, b = ours_NO[:, wrong], theirs_NO[:, wrong]
+    ratio = (a * b).sum(0) / np.maximum((b * b).sum(0), 1e-30)
+    if _column_errors(a, b * ratio).max() <= 10 * tolerance:
+        return "scale", f"{told}, each by a constant factor (first {ratio[0]:.3g})"
+    if len(wrong) > 1 and _is_permutation(a, b, 10 * tolerance):
+        return "layout", f"{told}; they are the reference's channels in another order"
+    return _cast_or("weights", told, error, exact=exact)
+
+
+def _classify_attention(
+    probe: Probe, config: DecoderConfig, tolerance: float, error: float, *, exact: bool
+) -> tuple[str, str]:
+    """q, k and v agree and the attention output does not."""
+    first_ours, first_theirs = probe.ours[0], probe.theirs[0]
+    if relative_error(first_ours, first_theirs) <= tolerance:
+        return "cache", "right without a past, wrong once earlier tokens are in the cache"
+    if exact and HALF_PRECISION[0] <= error <= HALF_PRECISION[1]:
+        return "cast", f"a relative error of {error:.1g} is that of half precision"
+    if relative_error(first_ours[:, :1], first_theirs[:, :1]) <= tolerance:
+        return "rope", "right at position 0, wrong at later positions"
+    heads = (-1, config.num_attention_heads, config.head_dim)
+    a, b = (x[:, 0].reshape(heads).transpose(0, 2, 1).reshape(-1, heads[1]) for x in (first_ours, first_theirs))
+    if all(_column_errors(a[:, [h] * heads[1]], b).min() <= 10 * tolerance for h in range(heads[1])):
+        return "layout", "at position 0 each head holds another head's values"
+    return "mask", "wrong at position 0, which sees nothing but itself"
+
+
+def _column_errors(a_NO: Array, b_NO: Array) -> Array:
+    """Relative error of each column."""
+    return np.linalg.norm(a_NO - b_NO, axis=0) / np.maximum(np.linalg.norm(b_NO, axis=0), 1e-30)
+
+
+def _is_permutation(a_NO: Array, b_NO: Array, tolerance: float) -> bool:
+    """Whether every column of `a` is one of the columns of `b`."""
+    return all(_column_errors(column_N[:, None], b_NO).min() <= tolerance for column_N in a_NO.T)

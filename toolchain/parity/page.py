@@ -1,0 +1,47 @@
+"""The parity report as a page that needs no other reading."""
+
+from collections.abc import Sequence
+
+from toolchain.parity.kv_contract import PHASE as KV_PHASE
+from toolchain.parity.metrics import Row
+from toolchain.report import Cell, Page, Table
+
+COLUMNS = (
+    ("kl_mean", "KL mean (nats)"),
+    ("kl_p99", "KL p99"),
+    ("top1_agreement", "same top token"),
+    ("top1_flips", "flips"),
+    ("top1_ties", "of them ties"),
+    ("perplexity_rise", "perplexity rise (%)"),
+    ("max_abs_logit", "max |diff|"),
+    ("sqnr_db", "SQNR (dB)"),
+)
+QUESTIONS = (
+    "eager: what did quantization cost against the float32 checkpoint? fake_quant: does the graph compute what its "
+    "rounding says? self: do decode steps equal one-shot prefill? KL 0 and agreement 1 mean the same model; a flip "
+    "whose margin is below rounding is a tie."
+)
+CONTRACT = "Bit for bit: what the cache must never do, whatever the model."
+
+
+def parity_page(
+    verdict: str, rows: Sequence[Row], facts: Sequence[tuple[str, str]], notes: Sequence[str], divergence: str
+) -> Page:
+    """One line per reference and phase, one per gate, one per promise of the cache."""
+    pairs = dict.fromkeys((row.reference, row.phase) for row in rows if row.phase != KV_PHASE)
+    parts = [Table("Logits", ("reference", "phase", *(head for _, head in COLUMNS), "gates"),
+                   tuple(_phase_line(rows, *pair) for pair in pairs), QUESTIONS)]
+    gated = [row for row in rows if row.gate is not None and row.phase != KV_PHASE and row.metric != "nonfinite_logits"]
+    if gated:
+        lines = tuple((r.reference, r.phase, r.metric, r.value, r.gate, r.passed) for r in gated)
+        parts.append(Table("Gates of the recipe", ("reference", "phase", "metric", "value", "gate", "passed"), lines))
+    kept = tuple((r.metric.replace("_", " "), r.passed) for r in rows if r.phase == KV_PHASE)
+    parts.append(Table("Cache contract", ("promise", "kept"), kept, CONTRACT))
+    shown = (*facts, *(("note", note) for note in notes), *((("divergence", divergence),) if divergence else ()))
+    return Page("Parity", verdict, shown, tuple(parts))
+
+
+def _phase_line(rows: Sequence[Row], reference: str, phase: str) -> tuple[Cell, ...]:
+    mine = {row.metric: row for row in rows if (row.reference, row.phase) == (reference, phase)}
+    cells = [mine[metric].value if metric in mine else None for metric, _ in COLUMNS]
+    return (reference, phase, *cells, all(row.passed for row in mine.values()))

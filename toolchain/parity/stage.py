@@ -1,0 +1,295 @@
+"""`dtool parity`: is the candidate still the model? Two references, two questions, one verdict.
+
+`eager` is the checkpoint in float32: what did quantization cost. `fake_quant` is the torch decoder
+with the artifact's exact rounding: is the implementation right. `self` compares the candidate's own
+decode steps with its own one-shot prefill, and holds the cache to its contract.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pydantic
+
+from toolchain.artifact import Artifact, open_artifact
+from toolchain.errors import DtoolError, name_list
+from toolchain.numerics import UNIT_ROUNDOFF, logit_tolerance
+from toolchain.parity.compare import SHORTEST, Batch, PhaseLogits, logits_at, plan_batches, run_phases
+from toolchain.parity.kv_contract import PHASE as KV_PHASE
+from toolchain.parity.kv_contract import check_kv_contract
+from toolchain.parity.metrics import LogitComparison, Row, gate_rows
+from toolchain.parity.page import parity_page
+from toolchain.recipe import Gates, Recipe, find_data
+from toolchain.report import Page
+from toolchain.runners.open import eager_runner, fake_quant_runner, open_runner
+from toolchain.runners.runner import Limits, Runner
+from toolchain.text import has_tokenizer, load_tokenizer, read_texts, token_blocks
+
+Array = np.ndarray[Any, Any]
+Report = Callable[[str], None]
+SELF, SELF_PHASE = "self", "self_consistency"
+TEXT_SEED = 0
+FIRST_IDS = 8
+SHAPE_FIELDS = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"
+)
+
+
+class ParityReport(pydantic.BaseModel, frozen=True, extra="forbid"):
+    """The outcome of a proof. `facts` say what ran over what; `divergence` is bisect's line on a failure."""
+
+    verdict: Literal["passed", "failed"]
+    rows: tuple[Row, ...]
+    facts: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    divergence: str = ""
+
+    @property
+    def failures(self) -> tuple[Row, ...]:
+        """The rows whose gate was not met."""
+        return tuple(row for row in self.rows if not row.passed)
+
+    def document(self) -> dict[str, Any]:
+        """The report as plain JSON types, for parity.json."""
+        return {
+            "verdict": self.verdict,
+            "rows": [row.model_dump() for row in self.rows],
+            "facts": dict(self.facts),
+            "notes": list(self.notes),
+            "divergence": self.divergence,
+        }
+
+    def page(self) -> Page:
+        """The report for people."""
+        return parity_page(self.verdict, self.rows, self.facts, self.notes, self.divergence)
+
+    def failure_text(self) -> str:
+        """The failed gates, one a line, each with its value and bound."""
+        lines = [
+            f"{row.reference} / {row.phase}: {row.metric} {_number(row.value)} {row.unit}, gate {_number(row.gate)}"
+            for row in self.failures
+        ]
+        return "\n".join([*lines, *([self.divergence] if self.divergence else [])])
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    name: str
+    runner: Runner
+    gates: Gates
+
+
+def run_parity(
+    candidate: Path,
+    recipe: Recipe,
+    *,
+    model: Path | None,
+    source: Path | None = None,
+    threads: int = 0,
+    report: Report = print,
+) -> ParityReport:
+    """Prove an export, quantized or engine artifact against its references.
+
+    `model` is the checkpoint folder (reference `eager`); `source` the artifact with weights that an
+    engine was built from (reference `fake_quant`; for the others it is the candidate itself). The
+    report's verdict is "failed" when any gate is missed, any logit is not finite or the cache breaks
+    its contract. Raises DtoolError when a reference that has gates cannot be had, when it is not the
+    candidate's model, or when the text is missing or too short.
+    """
+    artifact = open_artifact(candidate, ("export", "quantize", "engine"))
+    runner = open_runner(candidate, threads=threads)
+    notes: list[str] = []
+    references = _references(artifact, recipe, notes, model=model, source=source)
+    for reference in references:
+        _check_same_model(reference, runner)
+    blocks, facts = _text(artifact, runner, recipe, notes)
+    for note in notes:
+        report(f"note: {note}")
+    for label, value in facts:
+        report(f"{label}: {value}")
+    batches = plan_batches(blocks, min(recipe.parity.batch, _limits(runner).max_batch or recipe.parity.batch))
+    collected = _walk(runner, references, batches, recipe.parity.decode_steps, report)
+    gates = {r.name: r.gates for r in references} | {SELF: recipe.parity.fake_quant}
+    rows = _rows(artifact, runner, collected, gates)
+    finite_slots = bool(artifact.manifest.kv_contract.get("finite_slots", False))
+    rows += check_kv_contract(runner, finite_slots=finite_slots)
+    failed = any(not row.passed for row in rows)
+    divergence = _divergence(artifact, references, rows, report) if failed else ""
+    names = ", ".join(r.name for r in references) or "none"
+    return ParityReport(
+        verdict="failed" if failed else "passed",
+        rows=tuple(rows),
+        facts=(("candidate", f"{artifact.manifest.stage}, run by {runner.name}"), ("references", names), *facts),
+        notes=tuple(notes),
+        divergence=divergence,
+    )
+
+
+def _limits(runner: Runner) -> Limits:
+    return getattr(runner, "limits", Limits())
+
+
+def _references(
+    artifact: Artifact, recipe: Recipe, notes: list[str], *, model: Path | None, source: Path | None
+) -> list[_Reference]:
+    gates = recipe.parity
+    found = []
+    if model is not None:
+        found.append(_Reference("eager", eager_runner(model), gates.eager))
+    elif _gated(gates.eager):
+        raise _no_reference("eager", "the checkpoint", "give the checkpoint with --model")
+    else:
+        notes.append("eager skipped: no checkpoint was given, and the recipe has no gate for it")
+    weights = candidate_source(artifact, source)
+    if weights is None and _gated(gates.fake_quant):
+        raise _no_reference("fake_quant", "the artifact with weights", "give what the engine was built from")
+    if weights is None:
+        notes.append("fake_quant skipped: an engine holds no weights by name, and no source was given")
+    elif model is not None and not _gated(gates.fake_quant) and _is_plain(artifact):
+        notes.append("fake_quant skipped: nothing is rounded, so it would compute what eager computes")
+    else:
+        found.append(_Reference("fake_quant", fake_quant_runner(weights), gates.fake_quant))
+    return found
+
+
+def candidate_source(artifact: Artifact, source: Path | None) -> Path | None:
+    """The artifact whose weights the candidate computes with; None for an engine without a source.
+
+    Raises DtoolError when the engine was built from another artifact.
+    """
+    if artifact.manifest.stage != "engine":
+        return artifact.path
+    if source is None:
+        return None
+    built_from = artifact.manifest.lineage.get("source")
+    if built_from not in (None, found := open_artifact(source).identity):
+        raise DtoolError(
+            f"{artifact.path} was not built from {source}",
+            expected=f"the artifact with sha256 {built_from}",
+            found=f"sha256 {found}",
+            fix="give the artifact the engine was built from",
+        )
+    return source
+
+
+def _gated(gates: Gates) -> bool:
+    return any(bound is not None for bound in gates.model_dump().values())
+
+
+def _is_plain(artifact: Artifact) -> bool:
+    """Whether the artifact is the checkpoint in float32, nothing rounded."""
+    return artifact.manifest.stage == "export" and artifact.manifest.details.get("compute_dtype") == "float32"
+
+
+def _no_reference(name: str, what: str, fix: str) -> DtoolError:
+    return DtoolError(
+        f"parity.{name} has gates, and there is no {name} reference",
+        expected=what,
+        found="none",
+        fix=f"{fix}, or remove the gates",
+    )
+
+
+def _check_same_model(reference: _Reference, runner: Runner) -> None:
+    theirs, ours = reference.runner.config, runner.config
+    other = [name for name in SHAPE_FIELDS if getattr(theirs, name) != getattr(ours, name)]
+    if other:
+        raise DtoolError(
+            f"the {reference.name} reference is another model than the candidate",
+            expected=", ".join(f"{n} {getattr(ours, n)}" for n in other),
+            found=", ".join(f"{n} {getattr(theirs, n)}" for n in other),
+            fix="give the checkpoint the candidate was exported from",
+        )
+
+
+def _text(
+    artifact: Artifact, runner: Runner, recipe: Recipe, notes: list[str]
+) -> tuple[Array, tuple[tuple[str, str], ...]]:
+    """Ids [blocks, seq_len] of the held-out text, and what to say about them."""
+    parity, limits = recipe.parity, _limits(runner)
+    bounds = (parity.seq_len, limits.max_prompt, limits.capacity, runner.config.max_position_embeddings)
+    seq_len = min(bound for bound in bounds if bound is not None)
+    if seq_len < SHORTEST:
+        raise DtoolError("the engine takes too short prompts", expected=f"at least {SHORTEST}", found=str(seq_len))
+    if seq_len < parity.seq_len:
+        notes.append(f"rows are {seq_len} tokens, not {parity.seq_len}: the candidate takes no more")
+    if has_tokenizer(artifact.path):
+        tokenizer = load_tokenizer(artifact.path)
+        texts = read_texts(find_data(parity.data))
+        blocks = token_blocks(texts, tokenizer, blocks=parity.blocks, seq_len=seq_len, seed=TEXT_SEED)
+        what = f"{parity.data}: {name_list(sorted({t.kind for t in texts}))}"
+    else:
+        notes.append("the candidate has no tokenizer: random ids stand in for text, perplexity means nothing")
+        shape = (parity.blocks, seq_len)
+        blocks = np.random.default_rng(TEXT_SEED).integers(0, runner.config.vocab_size, shape, np.int64)
+        what = f"random ids, seed {TEXT_SEED}"
+    size = f"{parity.blocks} rows of up to {seq_len} tokens"
+    return blocks, (("text", what), ("size", size), ("first ids", " ".join(map(str, blocks[0, :FIRST_IDS]))))
+
+
+def _walk(
+    runner: Runner, references: list[_Reference], batches: list[Batch], decode_steps: int, report: Report
+) -> dict[tuple[str, str], LogitComparison]:
+    """Take all models through every phase of every batch in step: {(reference, phase): comparison}."""
+    collected: dict[tuple[str, str], LogitComparison] = {}
+    models = [runner, *(r.runner for r in references)]
+    for i, batch in enumerate(batches, 1):
+        whole: PhaseLogits | None = None
+        for ours, *theirs in zip(*(run_phases(m, batch, decode_steps) for m in models), strict=True):
+            targets_N = batch.targets(ours.rows, ours.positions)
+            for reference, their in zip(references, theirs, strict=True):
+                comparison = collected.setdefault((reference.name, ours.phase), LogitComparison())
+                comparison.add(their.logits, ours.logits, targets_N)
+            whole = ours if ours.phase == "prefill" else whole
+            if ours.phase == "decode" and whole is not None:
+                own_NV = logits_at(whole, ours.rows, ours.positions)
+                collected.setdefault((SELF, SELF_PHASE), LogitComparison()).add(own_NV, ours.logits, targets_N)
+        report(f"batch {i} of {len(batches)} compared")
+    return collected
+
+
+def _rows(
+    artifact: Artifact, runner: Runner, collected: dict[tuple[str, str], LogitComparison], gates: dict[str, Gates]
+) -> list[Row]:
+    """The metrics of every comparison against its gates, references in the order of `gates`."""
+    dtype = _compute_dtype(artifact)
+    layers, width = runner.config.num_hidden_layers, max(runner.config.hidden_size, runner.config.intermediate_size)
+
+    def tolerance(largest: float) -> float:
+        return logit_tolerance(dtype, layers=layers, width=width, largest=largest)
+
+    rows: list[Row] = []
+    for name in gates:
+        for (reference, phase), comparison in collected.items():
+            if reference == name:
+                rows += gate_rows(name, phase, comparison.metrics(tolerance), gates[name])
+    return rows
+
+
+def _compute_dtype(artifact: Artifact) -> str:
+    stated = artifact.manifest.details.get("compute_dtype", artifact.manifest.kv_contract.get("dtype"))
+    return str(stated) if stated in UNIT_ROUNDOFF else "float32"
+
+
+def _divergence(artifact: Artifact, references: list[_Reference], rows: list[Row], report: Report) -> str:
+    """Bisect's line for the tightest reference that failed; empty when there is nothing to bisect."""
+    failed = {row.reference for row in rows if not row.passed and row.phase != KV_PHASE}
+    at_fault = [r for r in references if r.name in failed]
+    if not at_fault or artifact.manifest.stage == "engine":
+        return ""
+    from toolchain.parity.bisect import find_divergence
+    from toolchain.runners.eager import EagerRunner
+
+    reference = at_fault[-1]
+    assert isinstance(reference.runner, EagerRunner)
+    report(f"looking for the first tensor that departs from {reference.name}")
+    divergence = find_divergence(artifact, reference.runner.decoder, reference.runner.cache_format)
+    if divergence is None:
+        return f"bisect: no tensor of the evaluation graph departs from {reference.name} on its own"
+    return divergence.text()

@@ -1,0 +1,329 @@
+"""Text as token ids: the one way calibration, parity and generate turn words into numbers.
+
+A sequence carries exactly one start token: it is added only where the tokenizer asks for one and
+the text (a chat template often writes it already) does not begin with it. The tokenizer's own
+post-processor is read to learn what it adds and then never used.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolchain.errors import DtoolError, name_list
+
+Array = np.ndarray[Any, Any]
+TOKENIZER, CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One document: its text, its kind (prose, code, chat, ...) and where it comes from."""
+
+    text: str
+    kind: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A tokenizer with its start, end and chat conventions. `backend` is a `tokenizers.Tokenizer`."""
+
+    path: Path
+    backend: Any
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    adds_bos: bool
+    chat_template: str | None
+    special: Mapping[str, str]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_id(self) -> int | None:
+        """The end token put between documents; None when the tokenizer has none."""
+        return self.eos_ids[0] if self.eos_ids else None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, with one start token in front when this tokenizer uses one."""
+        return self.with_start(self.encode_plain(text))
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text without anything added; special tokens spelt out in it are recognised."""
+        return list(self.backend.encode(text, add_special_tokens=False).ids)
+
+    def with_start(self, ids: list[int]) -> list[int]:
+        """`ids` beginning with exactly one start token, if this tokenizer uses one."""
+        if not self.adds_bos or self.bos_id is None or ids[:1] == [self.bos_id]:
+            return ids
+        return [self.bos_id, *ids]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Ids of a conversation laid out by the chat template."""
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as the text the model was trained on.
+
+        `messages` are {"role", "content"}. Raises DtoolError without a template or when it refuses.
+        """
+        if self.chat_template is None:
+            raise DtoolError(
+                f"{self.path} has no chat template",
+                expected=f"{TEMPLATE}, or chat_template in {CONFIG}",
+                found="neither",
+                fix="give a plain prompt",
+            )
+        from jinja2 import TemplateError
+
+        try:
+            template = _template_environment().from_string(self.chat_template)
+            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+        except (TemplateError, TypeError) as error:
+            raise DtoolError(
+                f"the chat template of {self.path} refused the messages",
+                found=str(error),
+                fix="check the roles and their order",
+            ) from error
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of some ids."""
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a checkpoint, an artifact or a tokenizer folder has a tokenizer.json."""
+    return (_home(folder) / TOKENIZER).is_file()
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder, or of an artifact (in its `tokenizer/`).
+
+    Raises DtoolError naming the files that are missing or cannot be read.
+    """
+    home = _home(folder)
+    missing = [name for name in (TOKENIZER, CONFIG) if not (home / name).is_file()]
+    if missing:
+        raise DtoolError(
+            f"{folder} has no tokenizer",
+            expected=f"{TOKENIZER} and {CONFIG} in {home}",
+            found="no such folder" if not home.is_dir() else f"no {' and no '.join(missing)}",
+            fix="copy them from the model's page, or run what works on token ids alone",
+        )
+    config = _read_json(home / CONFIG)
+    special = _special_tokens(_read_json(home / SPECIAL_TOKENS)) | _special_tokens(config)
+    backend = _read_backend(home / TOKENIZER)
+    start = _processor_start(backend)
+    bos_id = _token_id(home, backend, special, "bos_token")
+    asked = config.get("add_bos_token")
+    return Tokenizer(
+        path=home,
+        backend=backend,
+        bos_id=start if bos_id is None else bos_id,
+        eos_ids=_eos_ids(home, backend, special),
+        adds_bos=asked if isinstance(asked, bool) else start is not None,
+        chat_template=_chat_template(home, config),
+        special=special,
+    )
+
+
+def _home(folder: Path) -> Path:
+    return folder if (folder / TOKENIZER).is_file() or not (folder / "tokenizer").is_dir() else folder / "tokenizer"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise DtoolError(f"{path} is not JSON", found=str(error), fix="copy the file again") from error
+    if not isinstance(document, dict):
+        raise DtoolError(f"{path} is no JSON object", found=type(document).__name__, fix="copy the file again")
+    return document
+
+
+def _read_backend(path: Path) -> Any:
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise DtoolError(f"{path} is not a tokenizer", found=str(error), fix="copy the file again") from error
+
+
+def _special_tokens(document: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of the named special tokens; Hugging Face writes each as a string or as {"content"}."""
+    found: dict[str, str] = {}
+    for name in SPECIAL_NAMES:
+        value = document.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _token_id(home: Path, backend: Any, special: Mapping[str, str], name: str) -> int | None:
+    if name not in special:
+        return None
+    token_id = backend.token_to_id(special[name])
+    if token_id is None:
+        raise DtoolError(
+            f"{home}: {name} {special[name]!r} is not in the vocabulary",
+            expected=f"a token of {TOKENIZER}",
+            fix="copy the tokenizer's files again, all from one model",
+        )
+    return int(token_id)
+
+
+def _eos_ids(home: Path, backend: Any, special: Mapping[str, str]) -> tuple[int, ...]:
+    """The tokenizer's end token first, then the others generation stops at."""
+    own = _token_id(home, backend, special, "eos_token")
+    listed = _read_json(home / GENERATION).get("eos_token_id", [])
+    ids = [] if own is None else [own]
+    ids += [listed] if isinstance(listed, int) else [i for i in listed or [] if isinstance(i, int)]
+    return tuple(dict.fromkeys(ids))
+
+
+def _processor_start(backend: Any) -> int | None:
+    """The token the post-processor puts in front of a text, if any."""
+    with_special = backend.encode("a", add_special_tokens=True)
+    mask = with_special.special_tokens_mask
+    return int(with_special.ids[0]) if with_special.ids and mask[0] else None
+
+
+def _chat_template(home: Path, config: Mapping[str, Any]) -> str | None:
+    if (home / TEMPLATE).is_file():
+        return (home / TEMPLATE).read_text("utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {item["name"]: item["template"] for item in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _template_environment() -> Any:
+    """Jinja as the templates are written for: trimmed blocks, break and continue, no access to Python."""
+    import datetime as dt
+
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return dt.datetime.now().astimezone().strftime(form)
+
+    def tojson(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    helpers: dict[str, Callable[..., Any]] = {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.globals.update(helpers)
+    environment.filters["tojson"] = tojson
+    return environment
+
+
+def read_texts(path: Path) -> list[Passage]:
+    """The passages of a .jsonl file, one {"text", "kind", "source"} a line; kind and source may be absent.
+
+    Raises DtoolError with the line number when a line is anything else.
+    """
+    try:
+        lines = path.read_text("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DtoolError(f"{path} cannot be read", expected="a UTF-8 .jsonl file", found=str(error)) from error
+    if lines[-1] == "":
+        lines.pop()
+    if not lines:
+        raise DtoolError(f"{path} is empty", expected='one {"text": ...} a line', fix="name another text")
+    return [_passage(path, number, line) for number, line in enumerate(lines, 1)]
+
+
+def _passage(path: Path, number: int, line: str) -> Passage:
+    def refuse(found: str) -> DtoolError:
+        return DtoolError(
+            f"{path}, line {number} is not a passage",
+            expected='{"text": "...", "kind": "...", "source": "..."}',
+            found=found,
+            fix="mend or remove the line",
+        )
+
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        raise refuse(str(error) if line.strip() else "a blank line") from error
+    if not isinstance(item, dict):
+        raise refuse(f"a {type(item).__name__}")
+    text, kind, source = item.get("text"), item.get("kind", "text"), item.get("source", "")
+    if not isinstance(text, str) or not text.strip():
+        raise refuse('no "text", or an empty one')
+    if not isinstance(kind, str) or not isinstance(source, str):
+        raise refuse("kind or source is no string")
+    return Passage(text, kind, source)
+
+
+def token_blocks(
+    texts: Sequence[Passage], tokenizer: Tokenizer, *, blocks: int, seq_len: int, seed: int
+) -> Array:
+    """int64 ids [blocks, seq_len], packed: documents of a kind one after the other, end tokens between.
+
+    `seed` shuffles the documents within their kind. Blocks are taken in turn from every kind, so
+    each is covered; kinds shorter than one block share a stream. Every block begins with the start
+    token if the tokenizer uses one. Raises DtoolError when the text is too short.
+    """
+    start = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
+    size = seq_len - len(start)
+    streams = _streams(texts, tokenizer, most=blocks * size, seed=seed)
+    short = [ids for ids in streams if len(ids) < size]
+    streams = [ids for ids in streams if len(ids) >= size]
+    together: list[int] = []
+    for ids in short:
+        _append(together, ids, tokenizer.eos_id)
+    streams.append(together)
+    pieces = [[ids[i : i + size] for i in range(0, len(ids) - size + 1, size)] for ids in streams]
+    found = sum(map(len, pieces))
+    if found < blocks:
+        kinds = sorted({t.kind for t in texts})
+        raise DtoolError(
+            f"the text is too short: it gives {found} blocks of {seq_len} tokens",
+            expected=f"{blocks} blocks",
+            found=f"{len(texts)} documents of kind {name_list(kinds)}",
+            fix="name a longer text, or ask for fewer or shorter blocks",
+        )
+    rounds = range(max(map(len, pieces)))
+    taken = [kind[i] for i in rounds for kind in pieces if i < len(kind)][:blocks]
+    return np.array([start + piece for piece in taken], np.int64)
+
+
+def _streams(texts: Sequence[Passage], tokenizer: Tokenizer, *, most: int, seed: int) -> list[list[int]]:
+    """One list of ids per kind, in order of appearance, at most about `most` ids each."""
+    by_kind: dict[str, list[str]] = {}
+    for passage in texts:
+        by_kind.setdefault(passage.kind, []).append(passage.text)
+    streams = []
+    for documents in by_kind.values():
+        ids: list[int] = []
+        for index in np.random.default_rng(seed).permutation(len(documents)):
+            if len(ids) >= most:
+                break
+            _append(ids, tokenizer.encode_plain(documents[index]), tokenizer.eos_id)
+        streams.append(ids)
+    return streams
+
+
+def _append(ids: list[int], more: list[int], separator: int | None) -> None:
+    """Put `more` behind `ids`, the separator between them."""
+    if ids and separator is not None:
+        ids.append(separator)
+    ids += more
