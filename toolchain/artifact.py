@@ -256,8 +256,10 @@ def check_output(out: Path, *, force: bool = False) -> None:
 def new_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """A hidden sibling folder that becomes `out` when the block ends well, and vanishes otherwise."""
     with locked(out):
-        partial = out.with_name(f".{out.name}.partial")
+        partial, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
         try:
+            if old.exists() and not out.exists():
+                old.rename(out)  # a replacement was killed between its two renames
             _remove(partial)
             partial.mkdir(parents=True)
             yield partial
@@ -310,7 +312,9 @@ def locked(out: Path) -> Iterator[None]:
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            if os.fstat(handle.fileno()).st_ino != lock_path.stat().st_ino:
+                raise BlockingIOError  # the holder removed the file between our open and our lock
+        except (BlockingIOError, FileNotFoundError) as error:
             raise DtoolError(
                 f"{out} is locked", found="another dtool process is writing it", fix="wait for it to end"
             ) from error

@@ -3,9 +3,11 @@
 Tolerance of a logit: every layer adds two branches to the residual stream, each a chain of dot
 products of length about `width` whose blocked summation errs by u * sqrt(log2(width)) relative to
 its result (u = unit roundoff; Higham, Accuracy and Stability, 4.2). N = 2 * layers + 1 independent
-errors add as sqrt(N); SAFETY covers the amplification by norms and softmax.
+errors add as sqrt(N), those of the two computations compared as sqrt(2). A relative error e of a
+softmax score of size s moves its weight by s * e; SCORE_SIZE is that s for scores of several units,
+the sharp attention of trained models.
 
-    tolerance = SAFETY * u * sqrt((2 * layers + 1) * log2(width)) * max|reference|
+    tolerance = SCORE_SIZE * u * sqrt(2 * (2 * layers + 1) * log2(width)) * max|reference|
 
 Symmetric quantization as ONNX QuantizeLinear defines it: code = clamp(round_half_even(x / scale)).
 """
@@ -14,7 +16,7 @@ import math
 
 import torch
 
-SAFETY = 4.0
+SCORE_SIZE = 8.0
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 INT8_QMAX = 127.0
 SMALLEST_SCALE = 2.0**-100
@@ -23,7 +25,7 @@ SMALLEST_SCALE = 2.0**-100
 
 def logit_tolerance(dtype: str, *, layers: int, width: int, largest: float) -> float:
     """Largest |difference| of logits that rounding in `dtype` explains; `largest` = max|reference|."""
-    return SAFETY * UNIT_ROUNDOFF[dtype] * math.sqrt((2 * layers + 1) * math.log2(width)) * largest
+    return SCORE_SIZE * UNIT_ROUNDOFF[dtype] * math.sqrt(2 * (2 * layers + 1) * math.log2(width)) * largest
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 SIGNIFICANT = 4
 TEXT_BAR_COLUMNS = 40
-SVG_BAR_WIDTH = 460
+SVG_WIDTH, SVG_VALUE_WIDTH, SVG_ROW_HEIGHT, SVG_LETTER_WIDTH = 800, 160, 30, 8
 
 Cell = str | int | float | bool | None
 
@@ -97,7 +97,7 @@ def _shares(bars: Bars) -> list[float]:
 def format_cell(cell: Cell) -> str:
     """A cell as text: four significant digits, pass/fail, grouped integers, a dash for nothing."""
     if cell is None:
-        return "–"  # noqa: RUF001 - a dash is meant
+        return "\N{EN DASH}"
     if isinstance(cell, bool):
         return "pass" if cell else "fail"
     if isinstance(cell, int):
@@ -136,27 +136,33 @@ def render_html(page: Page) -> str:
     # Text from recipes and paths lands in the page: everything is escaped.
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     parts = [_html_part(part) for part in page.parts]
-    return environment.from_string(HTML).render(page=page, parts=parts, bar_width=SVG_BAR_WIDTH) + "\n"
+    return environment.from_string(HTML).render(page=page, parts=parts, svg_width=SVG_WIDTH) + "\n"
 
 
 def _html_part(part: Table | Bars) -> dict[str, Any]:
     common: dict[str, Any] = {"title": part.title, "note": part.note}
     if isinstance(part, Bars):
-        shares = _shares(part)
-        rows = [
-            {
-                "label": label,
-                "value": f"{format_cell(value)} {part.unit}",
-                "width": f"{share * SVG_BAR_WIDTH:.1f}",
-                "y": 30 * i,
-            }
-            for i, ((label, value), share) in enumerate(zip(part.bars, shares, strict=True))
-        ]
-        return common | {"bars": rows, "height": 30 * len(rows)}
+        return common | _html_bars(part)
     numeric = _numeric_columns(part)
     heads = [{"text": name, "number": number} for name, number in zip(part.columns, numeric, strict=True)]
     rows = [[_html_cell(c, number=n) for c, n in zip(row, numeric, strict=True)] for row in part.rows]
     return common | {"heads": heads, "rows": rows}
+
+
+def _html_bars(part: Bars) -> dict[str, Any]:
+    longest = max((len(label) for label, _ in part.bars), default=0)
+    left = min(SVG_WIDTH // 2, SVG_LETTER_WIDTH * (longest + 2))
+    track = SVG_WIDTH - SVG_VALUE_WIDTH - left
+    rows = [
+        {
+            "label": label,
+            "value": f"{format_cell(value)} {part.unit}",
+            "width": f"{share * track:.1f}",
+            "y": SVG_ROW_HEIGHT * i,
+        }
+        for i, ((label, value), share) in enumerate(zip(part.bars, _shares(part), strict=True))
+    ]
+    return {"bars": rows, "height": SVG_ROW_HEIGHT * len(rows), "left": left, "track": track}
 
 
 def _html_cell(cell: Cell, *, number: bool) -> dict[str, str]:
@@ -194,8 +200,9 @@ dt, th, .note { color: var(--soft); }
 dd { margin: 0; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th { font-weight: 600; font-size: .85rem; text-align: left; border-bottom: 2px solid var(--line); }
-th, td { padding: .4rem .75rem .4rem 0; vertical-align: top; }
+th, td { padding: .4rem 1.5rem .4rem 0; vertical-align: top; }
 tbody tr + tr td { border-top: 1px solid var(--line); }
+th:last-child, td:last-child { padding-right: .25rem; }
 .n { text-align: right; white-space: nowrap; }
 .pass, .fail { font-weight: 600; }
 .pass { color: var(--good); }
@@ -232,12 +239,12 @@ svg .bar { fill: var(--bar); }
 <section>
 <h2>{{ part.title }}</h2>
 {% if part.bars is defined %}
-<svg viewBox="0 0 800 {{ part.height }}" role="img" aria-label="{{ part.title }}">
+<svg viewBox="0 0 {{ svg_width }} {{ part.height }}" role="img" aria-label="{{ part.title }}">
 {% for bar in part.bars %}
 <text x="0" y="{{ bar.y + 19 }}">{{ bar.label }}</text>
-<rect class="track" x="180" y="{{ bar.y + 5 }}" width="{{ bar_width }}" height="20" rx="4"/>
-<rect class="bar" x="180" y="{{ bar.y + 5 }}" width="{{ bar.width }}" height="20" rx="4"/>
-<text x="800" y="{{ bar.y + 19 }}" text-anchor="end">{{ bar.value }}</text>
+<rect class="track" x="{{ part.left }}" y="{{ bar.y + 5 }}" width="{{ part.track }}" height="20" rx="4"/>
+<rect class="bar" x="{{ part.left }}" y="{{ bar.y + 5 }}" width="{{ bar.width }}" height="20" rx="4"/>
+<text x="{{ svg_width }}" y="{{ bar.y + 19 }}" text-anchor="end">{{ bar.value }}</text>
 {% endfor %}
 </svg>
 {% else %}

@@ -1,7 +1,7 @@
 import sys
 
 import pytest
-from stubs import tiny_config
+from bench_runner_stubs import tiny_config
 
 from toolchain.bench.export_cost import LLAMA_8B, measure_export, run_cold, write_sparse_checkpoint
 from toolchain.errors import DtoolError
@@ -57,6 +57,6 @@ def test_a_sparse_checkpoint_has_the_true_shape_and_no_bytes(tmp_path):
 
 
 def test_any_known_family_can_be_made_sparse(tmp_path):
-    document = tiny_config().model_dump(mode="json", exclude={"rope_scaling", "eos_token_ids"}) | {"model_type": "llama"}
-    write_sparse_checkpoint(tmp_path / "tiny", document)
+    document = tiny_config().model_dump(mode="json", exclude={"rope_scaling", "eos_token_ids"})
+    write_sparse_checkpoint(tmp_path / "tiny", document | {"model_type": "llama"})
     assert open_checkpoint(tmp_path / "tiny").config == tiny_config()

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from stubs import CopyingRunner, FakeClock, QueueingRunner, StubRunner
+from bench_runner_stubs import CopyingRunner, FakeClock, QueueingRunner, StubRunner
 
 from toolchain.bench.latency import SETTLE_S, compare_runners
 from toolchain.errors import DtoolError
@@ -87,7 +87,7 @@ def test_both_sides_take_turns_over_the_same_prompts():
     runners = {n: StubRunner(clock, lambda *_: 0.001, name=n, log=log) for n in ("engine", "eager")}
     bench = Bench(prompt_lens=(7, 9), new_tokens=2, repeats=3, warmup=0)
     compare_runners(runners, bench, clock=clock, pause=clock.pause)
-    prefills = [(name, tokens) for name, phase, tokens in log[6:] if phase == "prefill"]
+    prefills = [(name, tokens) for name, phase, tokens in log[4:] if phase == "prefill"]
     assert prefills == [("engine", 7), ("eager", 7)] * 3 + [("engine", 9), ("eager", 9)] * 3
     assert clock.pauses == [SETTLE_S] * 12
 

@@ -2,9 +2,8 @@ import json
 
 import pytest
 import torch
-from stubs import tiny_config
+from bench_runner_stubs import make_artifact, tiny_config
 
-from toolchain.artifact import create_artifact
 from toolchain.bench import memory
 from toolchain.errors import DtoolError
 from toolchain.model.hf import parameter_shapes
@@ -12,18 +11,6 @@ from toolchain.recipe import Bench
 from toolchain.tensor_file import write_tensors
 
 TINY_BENCH = Bench(prompt_lens=(4, 8), new_tokens=2)
-
-
-def make_artifact(path, config, dtype=torch.float32, extra=(), cache="float32"):
-    with create_artifact(path, "export") as draft:
-        tensors = {n: torch.zeros(s, dtype=dtype) for n, s in parameter_shapes(config).items()} | dict(extra)
-        write_tensors(draft.path / "weights.safetensors", tensors)
-        write_tensors(draft.path / "rope.safetensors", {"cos": torch.zeros(1024, 2)})
-        draft.write_json("decoder.json", config.model_dump(mode="json"))
-        draft.kv_contract = {"dtype": cache}
-    from toolchain.artifact import open_artifact
-
-    return open_artifact(path)
 
 
 def write_checkpoint(folder, config):
@@ -85,5 +72,7 @@ def test_peak_memory_is_that_of_a_fresh_process(tmp_path):
 
 
 def test_a_child_that_fails_says_why(tmp_path):
-    with pytest.raises(DtoolError, match="not a checkpoint|no such folder"):
-        memory.measure_peak(tmp_path / "absent", TINY_BENCH, eager=True)
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(DtoolError, match="could not be measured") as caught:
+        memory.measure_peak(tmp_path, TINY_BENCH, eager=False)
+    assert "schema version" in str(caught.value)

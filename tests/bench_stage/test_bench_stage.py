@@ -1,8 +1,8 @@
+import functools
 import json
 
 import pytest
-from stubs import FakeClock, StubRunner, tiny_config
-from test_bench_memory import make_artifact
+from bench_runner_stubs import FakeClock, StubRunner, make_artifact, tiny_config
 
 from toolchain.bench import stage
 from toolchain.bench.latency import compare_runners
@@ -30,11 +30,10 @@ def bench_stubs(tmp_path, monkeypatch):
         monkeypatch.setattr(stage, "eager_runner", lambda *_: eager)
         monkeypatch.setattr(stage, "measure_bandwidth", lambda: 0.001)
         monkeypatch.setattr(stage.os, "getloadavg", lambda: (load, 0, 0))
-        peaks = {True: PeakMemory(peak_bytes=200, anonymous_bytes=20), False: PeakMemory(peak_bytes=100, anonymous_bytes=10)}
-        monkeypatch.setattr(stage, "measure_peak", lambda *_, eager: peaks[eager])
-        monkeypatch.setattr(
-            stage, "compare_runners", lambda r, b, report: compare_runners(r, b, clock=clock, pause=clock.pause, report=report)
-        )
+        small, large = (PeakMemory(peak_bytes=n, anonymous_bytes=n // 10) for n in (100, 200))
+        monkeypatch.setattr(stage, "measure_peak", lambda *_, eager: large if eager else small)
+        timed = functools.partial(compare_runners, clock=clock, pause=clock.pause)
+        monkeypatch.setattr(stage, "compare_runners", timed)
         lines = []
         return stage.bench_artifact(path, make_recipe(**bench), model=tmp_path, report=lines.append), lines
 

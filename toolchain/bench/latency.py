@@ -46,11 +46,7 @@ Clock = Callable[[], float]
 Pause = Callable[[float], None]
 
 
-class _Record(pydantic.BaseModel, frozen=True, extra="forbid"):
-    pass
-
-
-class Spread(_Record):
+class Spread(pydantic.BaseModel, frozen=True, extra="forbid"):
     """Milliseconds over `samples` measurements."""
 
     p50: float
@@ -60,7 +56,7 @@ class Spread(_Record):
     samples: int
 
 
-class FirstCall(_Record):
+class FirstCall(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The first prefill and the first decode step of a runner, in no other number."""
 
     prompt_tokens: int
@@ -68,7 +64,7 @@ class FirstCall(_Record):
     decode_ms: float
 
 
-class CaseResult(_Record):
+class CaseResult(pydantic.BaseModel, frozen=True, extra="forbid"):
     """One runner at one prompt length."""
 
     prompt_tokens: int

@@ -158,7 +158,7 @@ def measure_peak(path: Path, bench: Bench, *, eager: bool) -> PeakMemory:
         raise DtoolError(
             f"peak memory of {path} could not be measured",
             expected="a child process that opens it and generates",
-            found=(done.stderr.strip().splitlines() or ["no message"])[-1] + f" (exit {done.returncode})",
+            found=(" ".join(done.stderr.split())[-400:] or "no message") + f" (exit {done.returncode})",
             fix="run `dtool generate` on it to see the failure itself",
         )
     return PeakMemory.model_validate(json.loads(done.stdout.splitlines()[-1]))

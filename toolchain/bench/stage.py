@@ -35,12 +35,11 @@ BUSY_LOAD = 0.5
 SIDES = ("engine", "eager")
 
 
-class _Record(pydantic.BaseModel, frozen=True, extra="forbid"):
-    pass
+class Side(pydantic.BaseModel, frozen=True, extra="forbid"):
+    """One side. The rates and spreads here are those of the longest prompt; `cases` has every length.
 
-
-class Side(_Record):
-    """One side. The rates and spreads here are those of the longest prompt; `cases` has every length."""
+    `load_ms` is opening the model and making its sessions, the backend's import included.
+    """
 
     runner: str
     load_ms: float
@@ -58,7 +57,7 @@ class Side(_Record):
     cases: tuple[CaseResult, ...]
 
 
-class Environment(_Record):
+class Environment(pydantic.BaseModel, frozen=True, extra="forbid"):
     """Where and with what it was measured. `load_average` is the machine's over the minute before."""
 
     cpu: str
@@ -71,7 +70,7 @@ class Environment(_Record):
     versions: dict[str, str]
 
 
-class BenchReport(_Record):
+class BenchReport(pydantic.BaseModel, frozen=True, extra="forbid"):
     """Both sides, the machine, and what every number means."""
 
     candidate: str

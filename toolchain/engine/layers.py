@@ -23,7 +23,7 @@ _OPEN, _CLOSE = "[{(", "]})"
 
 @dataclass(frozen=True, slots=True)
 class KernelTensor:
-    """One operand of a kernel; dynamic dimensions are -1. `dtype` is TensorRT's name: Half, Int8 …"""
+    """One operand of a kernel; dynamic dimensions are -1. `dtype` is TensorRT's name, as Half or Int8."""
 
     name: str
     dtype: str

@@ -86,9 +86,7 @@ def _check_sizes(engine: Engine, config: DecoderConfig) -> None:
 def _load_graphs(source: Artifact) -> dict[str, Any]:
     import onnx
 
-    return {
-        phase: onnx.load(str(source.file(GRAPH_FILES[phase])), load_external_data=False) for phase in ENGINE_PHASES
-    }
+    return {phase: onnx.load(str(source.file(GRAPH_FILES[phase])), load_external_data=False) for phase in ENGINE_PHASES}
 
 
 def _check_compute_dtype(facts: Facts) -> None:
@@ -191,17 +189,17 @@ def _check_abi(node: Any) -> None:
         )
 
 
-def _check_cpu_dtype(facts: Facts) -> None:
-    if facts.compute_dtype == "bfloat16":
+def _check_embedded_dtype(facts: Facts) -> None:
+    if facts.compute_dtype != "float32":
         raise DtoolError(
-            "ONNX Runtime's CPU backend has no bfloat16 products",
-            expected="compute_dtype float32 or float16",
-            found="bfloat16",
+            f"the embedded backend computes in float32, not {facts.compute_dtype}",
+            expected="an export in float32; weights and cache may be int8",
+            found=f"compute_dtype {facts.compute_dtype} in {facts.source.path}",
             fix="export again with --set compute_dtype=float32",
         )
 
 
 RULES: dict[str, tuple[Callable[[Facts], None], ...]] = {
     "tensorrt-rtx": (_check_compute_dtype, _check_cache, _check_formats, _check_ops),
-    "onnxruntime": (_check_cpu_dtype,),
+    "onnxruntime": (_check_embedded_dtype,),
 }

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolchain.engine.layers import Kernel
-from toolchain.engine.profiles import ATTENTION
+from toolchain.engine.profiles import ATTENTION, ENGINE_PHASES
 from toolchain.errors import DtoolError, name_list
 from toolchain.report import Bars, Page, Table
 
@@ -89,10 +89,10 @@ def _origin(name: str, producers: Mapping[str, Any], stored: Mapping[str, Any]) 
 def summarize(kernels: Sequence[Kernel], facts: GraphFacts) -> dict[str, Any]:
     """Counts of an engine's kernels: by type, fused attention per layer, products by operand types."""
     fused = [k for k in kernels if k.is_fused_attention]
-    product_kernels = [k for k in kernels if k.is_product]
-    by_node = _kernel_by_node(product_kernels)
+    products = _product_runs(kernels)
     wanted = {p.node for p in facts.products}
-    rows = Counter((_product_types(k), len(wanted & set(k.onnx_nodes))) for k in product_kernels)
+    rows = Counter((run.types, len(wanted & set(run.kernel.onnx_nodes))) for run in products)
+    product_kernels = [run.kernel for run in products]
     return {
         "kernels": dict(sorted(Counter(k.type for k in kernels).items())),
         "attention": {
@@ -105,21 +105,43 @@ def summarize(kernels: Sequence[Kernel], facts: GraphFacts) -> dict[str, Any]:
             "kernels": len(product_kernels),
             "kernels_per_layer": _per_layer(product_kernels),
             "precisions": _precision_rows(rows),
-            "without_kernel": sorted(wanted - by_node.keys()),
+            "without_kernel": sorted(wanted - {node for k in product_kernels for node in k.onnx_nodes}),
         },
         "unfused_qdq": sum(_is_bare_qdq(k, facts.op_types) for k in kernels),
     }
 
 
-def _kernel_by_node(kernels: Iterable[Kernel]) -> dict[str, Kernel]:
-    return {node: kernel for kernel in kernels for node in kernel.onnx_nodes}
+@dataclass(frozen=True, slots=True)
+class _ProductRun:
+    """A product kernel with the types of its activations, weights and outputs."""
+
+    kernel: Kernel
+    activations: tuple[str, ...]
+    weights: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def types(self) -> tuple[str, str, str]:
+        return "+".join(self.activations), "+".join(self.weights), "+".join(self.outputs)
 
 
-def _product_types(kernel: Kernel) -> tuple[str, str, str]:
-    """Types of activations, weights and outputs. Scales are vectors, so the matrix is the weight."""
-    matrices = [t.dtype for t in kernel.constants if t.is_matrix] or [t.dtype for t in kernel.constants]
-    inputs = sorted({t.dtype for t in kernel.inputs})
-    return "+".join(inputs), "+".join(sorted(set(matrices))), "+".join(sorted({t.dtype for t in kernel.outputs}))
+def _product_runs(kernels: Sequence[Kernel]) -> list[_ProductRun]:
+    """Every product kernel. Scales are vectors, so a matrix among the constants is the weight.
+
+    A weight may also come out of a kernel that reads constants alone (a dequantization that was not
+    fused): its stored type counts.
+    """
+    prepared = {t.name: k for k in kernels if k.constants and not k.inputs for t in k.outputs}
+    runs = []
+    for kernel in kernels:
+        if kernel.is_product:
+            sources = [prepared[t.name] for t in kernel.inputs if t.name in prepared]
+            constants = [t for k in (kernel, *sources) for t in k.constants]
+            weights = [t.dtype for t in constants if t.is_matrix] or [t.dtype for t in constants]
+            inputs = [t.dtype for t in kernel.inputs if t.name not in prepared]
+            outputs = [t.dtype for t in kernel.outputs]
+            runs.append(_ProductRun(kernel, *(tuple(sorted(set(types))) for types in (inputs, weights, outputs))))
+    return runs
 
 
 def _precision_rows(rows: Counter[tuple[tuple[str, str, str], int]]) -> list[dict[str, Any]]:
@@ -140,7 +162,11 @@ def _layer_of(kernel: Kernel) -> int | None:
 
 
 def _attention_row(kernel: Kernel) -> dict[str, Any]:
-    return {"layer": _layer_of(kernel), "tactic": kernel.tactic, "type": kernel.inputs[0].dtype if kernel.inputs else ""}
+    return {
+        "layer": _layer_of(kernel),
+        "tactic": kernel.tactic,
+        "type": kernel.inputs[0].dtype if kernel.inputs else "",
+    }
 
 
 def _per_layer(kernels: Iterable[Kernel]) -> dict[str, int]:
@@ -169,7 +195,7 @@ def verify_engine(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) -> N
             found=f"{len(fused)}; without one: {name_list(missing) or 'unnamed'}",
             fix="use compute_dtype float16 or bfloat16 and a head_dim from 16 to 256",
         )
-    by_node = _kernel_by_node(k for k in kernels if k.is_product)
+    by_node = {node: run for run in _product_runs(kernels) for node in run.kernel.onnx_nodes}
     wrong = [text for product in facts.products if (text := _mismatch(product, by_node.get(product.node)))]
     if wrong:
         raise DtoolError(
@@ -180,14 +206,14 @@ def verify_engine(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) -> N
         )
 
 
-def _mismatch(product: Product, kernel: Kernel | None) -> str:
+def _mismatch(product: Product, run: _ProductRun | None) -> str:
     """How the kernel of a product differs from what was asked; empty when it does not."""
     asked = f"{product.activations} x {product.weights}"
-    if kernel is None:
+    if run is None:
         return f"{product.node} ({asked}) has no product kernel"
-    activations, weights, _ = _product_types(kernel)
-    if product.activations in activations.split("+") and product.weights == weights:
+    if product.activations in run.activations and run.weights == (product.weights,):
         return ""
+    activations, weights, _ = run.types
     return f"{product.node} ({asked}) runs as {activations} x {weights}"
 
 
@@ -209,32 +235,51 @@ def _kernel_row(kernel: Kernel) -> dict[str, Any]:
 
 def page(report: Mapping[str, Any]) -> Page:
     """The engine report as a page: sizes, attention, products and kernel counts of every engine."""
-    engines = report["engines"]
-    facts = (
+    found: Mapping[str, Any] = report.get("engines", {})
+    engines = {phase: found[phase] for phase in ENGINE_PHASES if phase in found}  # JSON sorted them by name
+    facts = [
         ("backend", str(report["backend"])),
         ("compiler", str(report["compiler"])),
-        ("targets", ", ".join(report["targets"])),
+        ("targets", ", ".join(report["targets"]) or "this machine's CPU"),
         *((f"{phase} engine", f"{entry['bytes']:,} bytes") for phase, entry in engines.items()),
-    )
-    attention, products, parts = [], [], []
-    for phase, entry in engines.items():
-        summary = entry["summary"]
-        kinds = Counter(re.sub(r"_0x.*", "", row["tactic"]) for row in summary["attention"]["kernels"])
-        tactics = ", ".join(f"{n} x {kind}" for kind, n in sorted(kinds.items()))
-        attention.append((phase, summary["attention"]["layers"], summary["attention"]["fused"], tactics))
-        products += [
-            (phase, row["activations"], row["weights"], row["outputs"], row["kernels"], row["products"])
-            for row in summary["products"]["precisions"]
+    ]
+    if not engines:  # the embedded backend has no kernels of its own to list
+        shown = set(report) - {"backend", "compiler", "targets"}
+        facts += [(key, str(report[key])) for key in sorted(shown) if not isinstance(report[key], dict | list)]
+        tables = [
+            Table(key, ("kind", "count"), tuple(report[key].items()))
+            for key in sorted(shown)
+            if isinstance(report[key], dict)
         ]
-        bars = tuple((kind, float(count)) for kind, count in summary["kernels"].items())
-        parts.append(Bars(f"Kernels of {phase}", "kernels", bars, f"unfused Q/DQ: {summary['unfused_qdq']}"))
-    heads = ("engine", "activations", "weights", "outputs", "kernels", "products")
-    return Page(
-        title="Engine report",
-        facts=facts,
-        parts=(
-            Table("Attention", ("engine", "layers", "fused", "kernels"), tuple(attention)),
-            Table("Matrix products", heads, tuple(products), "products: how many of the graph's run in those kernels"),
-            *parts,
-        ),
+        return Page("Engine report", facts=tuple(facts), parts=tuple(tables))
+    summaries = {phase: entry["summary"] for phase, entry in engines.items()}
+    parts = (_attention_table(summaries), _products_table(summaries), *map(_kernel_bars, summaries.items()))
+    return Page("Engine report", facts=tuple(facts), parts=parts)
+
+
+def _attention_table(summaries: Mapping[str, Any]) -> Table:
+    rows = []
+    for phase, summary in summaries.items():
+        attention = summary["attention"]
+        kinds = Counter(re.sub(r"_0x.*", "", row["tactic"]) for row in attention["kernels"])
+        tactics = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+        rows.append((phase, attention["layers"], attention["fused"], tactics))
+    return Table("Attention", ("engine", "layers", "fused", "kernels"), tuple(rows))
+
+
+def _products_table(summaries: Mapping[str, Any]) -> Table:
+    columns = ("activations", "weights", "outputs", "kernels", "products")
+    rows = tuple(
+        (phase, *(row[column] for column in columns))
+        for phase, summary in summaries.items()
+        for row in summary["products"]["precisions"]
     )
+    note = "products: how many of the graph's products run in those kernels"
+    return Table("Matrix products", ("engine", *columns), rows, note)
+
+
+def _kernel_bars(item: tuple[str, Any]) -> Bars:
+    phase, summary = item
+    bars = tuple((kind, float(count)) for kind, count in summary["kernels"].items())
+    note = f"kernels that only quantize or dequantize: {summary['unfused_qdq']}"
+    return Bars(f"Kernels of {phase}", "kernels", bars, note)

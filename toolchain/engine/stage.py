@@ -44,7 +44,7 @@ def build_engine(source: Path, recipe: Recipe, out: Path, *, force: bool = False
             document, timings = build_onnxruntime(artifact, recipe, draft, report), {}
         else:
             document, timings = _build_tensorrt_rtx(artifact, recipe, draft, targets, report)
-        draft.write_json(REPORT, document)
+        draft.write_json(REPORT, _report_head(draft) | document)
         draft.write_json(TIMINGS, timings | {"total_s": round(time.perf_counter() - start, 3)})
     return open_artifact(out, (STAGE,))
 
@@ -61,7 +61,7 @@ def _lineage(source: Artifact) -> dict[str, str]:
 def _packages(backend: str) -> tuple[str, ...]:
     """The installed distributions that shape an engine. Raises DtoolError when the backend is missing."""
     require_backend(backend)
-    return (_compiler(backend), "onnx")
+    return (_compiler(backend), "onnx", "onnx-ir")
 
 
 def _compiler(backend: str) -> str:
@@ -109,6 +109,12 @@ def _copy_companions(source: Artifact, folder: Path) -> None:
             shutil.copyfile(source.file(name), folder / name)
 
 
+def _report_head(draft: Draft) -> dict[str, Any]:
+    """What every engine report begins with."""
+    compiler = " ".join(next(iter(draft.target["compiler"].items())))
+    return {"backend": draft.target["backend"], "compiler": compiler, "targets": draft.target["targets"]}
+
+
 def _build_tensorrt_rtx(
     source: Artifact, recipe: Recipe, draft: Draft, targets: tuple[Target, ...], report: Say
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -116,17 +122,13 @@ def _build_tensorrt_rtx(
     from toolchain.engine.tensorrt_rtx import estimate_rss_bytes
 
     weights = sum(e.bytes for name, e in source.manifest.files.items() if name.endswith(".safetensors"))
-    report(f"compiling needs about {estimate_rss_bytes(weights) / 1e9:.1f} GB of memory, "
-           f"and {2 * weights / 1e9:.1f} GB of disk")
+    report(
+        f"compiling needs about {estimate_rss_bytes(weights) / 1e9:.1f} GB of memory, "
+        f"and {2 * weights / 1e9:.1f} GB of disk"
+    )
     scratch = draft.path / SCRATCH
     scratch.mkdir()
-    document: dict[str, Any] = {
-        "backend": recipe.engine.backend,
-        "compiler": " ".join(next(iter(draft.target["compiler"].items()))),
-        "targets": [t.name for t in targets],
-        "engines": {},
-        "profiles": {},
-    }
+    document: dict[str, Any] = {"engines": {}, "profiles": {}}
     timings: dict[str, Any] = {}
     for phase in ENGINE_PHASES:
         entry, profile, timings[phase] = _build_phase(source, recipe, phase, draft.path, targets)
@@ -139,6 +141,8 @@ def _build_tensorrt_rtx(
             f"{phase}: {entry['bytes'] / 1e6:.1f} MB, {len(entry['layers'])} kernels, "
             f"{attention['fused']} of {attention['layers']} attentions fused, {timings[phase]['build_s']:.1f} s"
         )
+        if unfused := entry["summary"]["unfused_qdq"]:
+            report(f"note: {phase} has {unfused} kernels that only quantize or dequantize (the report lists them)")
     shutil.rmtree(scratch)
     return document, timings
 

@@ -65,7 +65,7 @@ def targets_named(names: Iterable[str], backend: str) -> tuple[Target, ...]:
             f"the {backend} backend needs a target",
             expected=f"engine.targets with one or more of {', '.join(possible)}",
             found="none",
-            fix='for example --set \'engine.targets=["sm89"]\' (' + TARGETS["sm89"].gpus + ")",
+            fix="for example --set 'engine.targets=[\"sm89\"]' (" + TARGETS["sm89"].gpus + ")",
         )
     for name in names:
         if name not in TARGETS:

@@ -7,6 +7,7 @@ reads a JSON request, writes the plan, the layer log and a JSON result, and logs
 """
 
 import ctypes
+import importlib
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import toolchain
 from toolchain.engine.layers import LOG_HEAD
 from toolchain.engine.profiles import Profile, check_profile
 from toolchain.errors import DtoolError
@@ -27,9 +29,18 @@ REFUSED = 3
 """The child's exit status when TensorRT-RTX said no; anything else that is not 0 is a crash."""
 
 LOG_LINES = 6
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR")
 BASE_RSS_BYTES, RSS_PER_WEIGHT_BYTE = 400_000_000, 4  # 1.4 GB was measured for 0.27 GB of weights
 _PR_SET_PDEATHSIG = 1
-_MEMORY = re.compile(r"out of memory|bad_alloc|cannot allocate memory|MemoryError|OutOfMemory", re.IGNORECASE)
+_ADDR_NO_RANDOMIZE = 0x0040000
+_ASK_PERSONALITY = 0xFFFFFFFF
+_MEMORY = re.compile(
+    r"out of memory|bad_alloc|cannot allocate memory|MemoryError|OutOfMemory"
+    r"|CHECK\(p\) failed",  # the compiler's null check after an allocation, seen under a memory limit
+    re.IGNORECASE,
+)
+_NOISE = re.compile(r"A node named \S+ already exists|Make sure input \S+ has Int64 binding")
+"""Said of every function body that is used twice and every int64 input; it would crowd out the errors."""
 _FIXES = (
     (re.compile(r"dedicated kernel"), "compute_dtype float16 or bfloat16, and a head_dim from 16 to 256"),
     (re.compile(r"HW-specific datatypes"), "leave out the targets that lack the format"),
@@ -69,11 +80,12 @@ def estimate_rss_bytes(weights_bytes: int) -> int:
 
 def compile_graph(request: BuildRequest) -> BuildResult:
     """Compile in a child process. Raises DtoolError with the compiler's last lines when it fails or dies."""
-    document = asdict(request) | {"onnx": str(request.onnx), "folder": str(request.folder)}
+    document = asdict(request) | {"onnx": f"./{request.onnx.name}", "folder": "."}
     request.path("request").write_text(json.dumps(document), "utf-8")
     with request.path("log").open("wb") as log:
-        child = subprocess.Popen(
-            child_command(request.path("request")),
+        child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            child_command(request.path("request").name),
+            cwd=request.folder,
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
@@ -90,16 +102,16 @@ def compile_graph(request: BuildRequest) -> BuildResult:
     return BuildResult(request.path("plan"), request.path("layers").read_text("utf-8"), **result)
 
 
-def child_command(request: Path) -> list[str]:
-    """The command line of the child."""
-    return [sys.executable, "-m", "toolchain.engine.tensorrt_rtx", str(request)]
+def child_command(request: str) -> list[str]:
+    """The command line of the child, which runs in the request's folder."""
+    return [sys.executable, "-P", "-m", "toolchain.engine.tensorrt_rtx", request]
 
 
 def child_environment(folder: Path) -> dict[str, str]:
-    """This environment, with a `libtensorrt_rtx.so` on the library path.
+    """A small environment that is the same in every build, with a `libtensorrt_rtx.so` on the library path.
 
     The parser dlopens that name when it meets a plugin; the wheel ships `.so.1` alone, and without
-    the name the process aborts.
+    the name the process aborts. Paths are relative to the child's folder: see `fix_addresses`.
     """
     links = folder / "lib"
     links.mkdir(exist_ok=True)
@@ -109,8 +121,10 @@ def child_environment(folder: Path) -> dict[str, str]:
             link = links / "libtensorrt_rtx.so"
             if not link.exists():
                 link.symlink_to(library.resolve())
-    paths = [str(links), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    return os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(paths)}
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    libraries = os.pathsep.join(filter(None, ["lib", os.environ.get("LD_LIBRARY_PATH")]))
+    sources = str(Path(toolchain.__file__).parent.parent)
+    return kept | {"LD_LIBRARY_PATH": libraries, "PYTHONPATH": sources, "PYTHONHASHSEED": "0"}
 
 
 def _explain_failure(request: BuildRequest, status: int) -> DtoolError:
@@ -141,6 +155,8 @@ def main(request_path: str) -> int:
     """The child: compile what the request says. Returns its exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # no orphan when the parent is killed
+    if fix_addresses():
+        os.execv(sys.executable, child_command(request_path))  # noqa: S606 - ourselves again
     document = json.loads(Path(request_path).read_text("utf-8"))
     request = BuildRequest(
         Path(document["onnx"]), tuple(document["sms"]), document["profile"], Path(document["folder"])
@@ -154,10 +170,23 @@ def main(request_path: str) -> int:
     return 0
 
 
+def fix_addresses() -> bool:
+    """Turn address randomization off for what this process executes next; False when it is off or must stay.
+
+    The compiler numbers some symbols in the order of their addresses, so two plans of one graph may
+    differ in a few bytes. At fixed addresses, with equal arguments and environment, they were equal
+    in every build tried. Some containers forbid the change.
+    """
+    libc = ctypes.CDLL(None)
+    persona = libc.personality(_ASK_PERSONALITY)
+    if persona == -1 or persona & _ADDR_NO_RANDOMIZE:
+        return False
+    return libc.personality(persona | _ADDR_NO_RANDOMIZE) != -1
+
+
 def _compile(request: BuildRequest) -> dict[str, Any]:
     """Parse, configure and build; writes the plan and the layer log. Raises RefusedError."""
-    import tensorrt_rtx as trt
-
+    trt: Any = importlib.import_module("tensorrt_rtx")  # it has no type stubs
     logger, layer_log = _make_logger(trt)
     start = time.perf_counter()
     builder = trt.Builder(logger)
@@ -195,7 +224,7 @@ def _make_logger(trt: Any) -> tuple[Any, list[str]]:
         def log(self, severity: Any, message: str) -> None:
             if message.startswith(LOG_HEAD):
                 layer_log.append(message)
-            elif severity <= trt.ILogger.Severity.WARNING:
+            elif severity <= trt.ILogger.Severity.WARNING and not _NOISE.search(message):
                 sys.stderr.write(f"{message}\n")
                 sys.stderr.flush()
 

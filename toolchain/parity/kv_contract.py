@@ -53,14 +53,15 @@ def check_kv_contract(runner: Runner, *, finite_slots: bool = False) -> list[Row
     limits = getattr(runner, "limits", Limits())
     rows = min(3, limits.max_batch or 3)
     trial = _trial(runner, rows, min(5, limits.max_prompt or 5))
+    clean = walk(runner, trial, _new_state(runner, trial))
     found: dict[str, tuple[float, str]] = {
-        "poison_never_shows": (poison_shown(runner, trial, finite_slots=finite_slots), "values changed"),
+        "poison_never_shows": (poison_shown(runner, trial, clean, finite=finite_slots), "values changed"),
         "slots_never_rewritten": (slots_rewritten(runner, trial), "values changed"),
         "stale_cache_ignored": (stale_values_seen(runner, trial), "values changed"),
     }
     if rows > 1:
-        found["neighbour_isolated"] = (neighbour_seen(runner, trial), "values changed")
-        found["batch_permutes"] = (permutation_seen(runner, trial), "values changed")
+        found["neighbour_isolated"] = (neighbour_seen(runner, trial, clean), "values changed")
+        found["batch_permutes"] = (permutation_seen(runner, trial, clean), "values changed")
     found["overflow_refused"] = (overflows_let_through(runner, trial), "refusals missing")
     return [
         Row(reference="self", phase=PHASE, metric=name, value=value, unit=unit, gate=0.0, passed=value == 0.0)
@@ -94,10 +95,9 @@ def _next_ids(trial: Trial, state: KVState, new_B: Array) -> Array:
     return ids_BT
 
 
-def poison_shown(runner: Runner, trial: Trial, *, finite_slots: bool) -> float:
+def poison_shown(runner: Runner, trial: Trial, clean: Walk, *, finite: bool) -> float:
     """Logits that change when every slot beyond the valid length is poisoned before each step."""
-    clean = walk(runner, trial, _new_state(runner, trial))
-    poisoned = walk(runner, trial, _new_state(runner, trial), lambda state: poison(state, finite=finite_slots))
+    poisoned = walk(runner, trial, _new_state(runner, trial), lambda state: poison(state, finite=finite))
     return _differing(clean, poisoned)
 
 
@@ -123,23 +123,20 @@ def stale_values_seen(runner: Runner, trial: Trial) -> float:
     return _differing(walk(runner, second, state), walk(runner, second, _new_state(runner, second)))
 
 
-def neighbour_seen(runner: Runner, trial: Trial) -> float:
+def neighbour_seen(runner: Runner, trial: Trial, clean: Walk) -> float:
     """Logits of row 1 that change with the ids of row 2 (same shapes and lengths)."""
     ids_BT = trial.ids.copy()
     ids_BT[1] = (ids_BT[1] + 1) % runner.config.vocab_size
-    first = walk(runner, trial, _new_state(runner, trial))
-    second = walk(runner, Trial(ids_BT, trial.steps), _new_state(runner, trial))
-    return float(sum(_unequal(a[0], b[0]) for a, b in zip(first.logits, second.logits, strict=True)))
+    other = walk(runner, Trial(ids_BT, trial.steps), _new_state(runner, trial))
+    return float(sum(_unequal(a[0], b[0]) for a, b in zip(clean.logits, other.logits, strict=True)))
 
 
-def permutation_seen(runner: Runner, trial: Trial) -> float:
+def permutation_seen(runner: Runner, trial: Trial, clean: Walk) -> float:
     """Logits that change when the rows of the batch are rotated by one."""
     order = np.roll(np.arange(len(trial.ids)), 1)
     rotated = Trial(trial.ids[order], tuple((new_B[order], phase) for new_B, phase in trial.steps))
-    first = walk(runner, trial, _new_state(runner, trial))
-    second = walk(runner, rotated, _new_state(runner, trial))
-    expected = Walk(tuple(tuple(step[i] for i in order) for step in first.logits))
-    return _differing(expected, second)
+    expected = Walk(tuple(tuple(step[i] for i in order) for step in clean.logits))
+    return _differing(expected, walk(runner, rotated, _new_state(runner, trial)))
 
 
 def overflows_let_through(runner: Runner, trial: Trial) -> float:

@@ -44,9 +44,13 @@ class Row(pydantic.BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(slots=True)
 class LogitComparison:
-    """Collects positions of one phase against one reference, then gives the metrics."""
+    """Collects positions of one phase against one reference, then gives the metrics.
 
-    parts: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    The collected numbers are plain Python ones: small tensors kept alive between the large
+    temporaries of each chunk would split the heap, which then grows by a chunk every time.
+    """
+
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
     def add(self, reference_NV: Array, candidate_NV: Array, targets_N: Array) -> None:
         """Add N positions; `targets_N` int64 is the token that came next, NO_TARGET where unknown."""
@@ -54,14 +58,14 @@ class LogitComparison:
             window = slice(i, i + CHUNK_POSITIONS)
             chunk = compare_positions(reference_NV[window], candidate_NV[window], targets_N[window])
             for name, values_N in chunk.items():
-                self.parts.setdefault(name, []).append(values_N)
+                self.parts.setdefault(name, []).extend(values_N.tolist())
 
     def metrics(self, tolerance: Callable[[float], float]) -> dict[str, tuple[float, str]]:
         """{metric: (value, unit)}. `tolerance` maps max|reference| to what rounding explains of a logit."""
-        p = {name: torch.cat(values) for name, values in self.parts.items()}
+        p = {name: torch.tensor(values, dtype=torch.float64) for name, values in self.parts.items()}
         largest = float(p["largest"].max())
         tie_below = tolerance(largest) if math.isfinite(largest) else 0.0
-        flips_N = p["flipped"]
+        flips_N = p["flipped"] > 0
         ties_N = flips_N & (p["margin"] < tie_below)
         flip_margins = p["margin"][flips_N]
         nll_reference, nll_candidate = (_mean(p[name]) for name in ("nll_reference", "nll_candidate"))

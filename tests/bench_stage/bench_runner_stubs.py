@@ -1,11 +1,15 @@
-"""A clock that only stubs move, and runners that cost what a test says."""
+"""A clock that only stubs move, runners that cost what a test says, and artifacts without graphs."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
+from toolchain.artifact import create_artifact, open_artifact
 from toolchain.model.config import DecoderConfig
+from toolchain.model.hf import parameter_shapes
 from toolchain.runners.runner import KVState, Limits
+from toolchain.tensor_file import write_tensors
 
 
 def tiny_config(**changes) -> DecoderConfig:
@@ -89,3 +93,13 @@ class CopyingRunner(StubRunner):
     def step(self, state, input_ids, new_lengths, phase):
         self.copied_cache_bytes += self.per_step if phase == "decode" else 0
         return super().step(state, input_ids, new_lengths, phase)
+
+
+def make_artifact(path, config, dtype=torch.float32, extra=(), cache="float32"):
+    with create_artifact(path, "export") as draft:
+        tensors = {n: torch.zeros(s, dtype=dtype) for n, s in parameter_shapes(config).items()} | dict(extra)
+        write_tensors(draft.path / "weights.safetensors", tensors)
+        write_tensors(draft.path / "rope.safetensors", {"cos": torch.zeros(1024, 2)})
+        draft.write_json("decoder.json", config.model_dump(mode="json"))
+        draft.kv_contract = {"dtype": cache}
+    return open_artifact(path)

@@ -1,0 +1,34 @@
+# make demo: the whole pipeline on a real model.   make test: set up and test.   make check: lint and types.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := demo
+
+.PHONY: demo test check setup clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "dtool needs python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ort,rtx,dev]"
+	touch $@
+
+demo: setup
+	test -d $(DEMO)/model || $(BIN)/dtool fetch smollm2-135m -o $(DEMO)/model
+	$(BIN)/dtool fetch calibration
+	$(BIN)/dtool run $(DEMO)/model -r fp16-rtx --no-bench -o $(DEMO)/gpu
+	$(BIN)/dtool generate $(DEMO)/model --chat -p "What is the capital of France?" -n 16
+	$(BIN)/dtool run $(DEMO)/model -r int8 -o $(DEMO)/int8
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) $(DEMO)

@@ -1,0 +1,93 @@
+"""Tiny models with weights large enough to show faults: std 0.3, norms in [0.5, 1.5], random biases."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+BASE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def save_tiny(folder: Path, **changes: Any) -> Any:
+    """Save a tiny random Llama to `folder` and return the transformers model."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**(BASE | changes))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Folder and transformers model of the base tiny checkpoint."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    return folder, save_tiny(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """As `tiny`, with the head tied to the embedding and a group size other than the KV head count."""
+    folder = tmp_path_factory.mktemp("tied") / "model"
+    changes = {"tie_word_embeddings": True, "num_attention_heads": 6, "hidden_size": 96, "vocab_size": 512}
+    return folder, save_tiny(folder, **changes)
+
+
+def make_recipe(**sections: Any) -> Any:
+    """A recipe for tests: small engine, given sections on top."""
+    from toolchain.recipe import parse_recipe
+
+    engine = {"backend": "onnxruntime", "kv_capacity": 64, "prompt_len": {"min": 1, "opt": 8, "max": 64}}
+    document = {"schema_version": 1, "about": "test", "engine": engine} | sections
+    return parse_recipe(document, "test recipe")
+
+
+@pytest.fixture(scope="session")
+def exported(tiny: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The float32 export of `tiny`."""
+    from toolchain.export.stage import export_checkpoint
+
+    out = tmp_path_factory.mktemp("export") / "artifact"
+    export_checkpoint(tiny[0], make_recipe(), out, report=lambda _: None)
+    return out
+
+
+@pytest.fixture(scope="session")
+def exported_tied(tiny_tied: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The float32 export of `tiny_tied`."""
+    from toolchain.export.stage import export_checkpoint
+
+    out = tmp_path_factory.mktemp("export") / "artifact"
+    export_checkpoint(tiny_tied[0], make_recipe(), out, report=lambda _: None)
+    return out
+
+
+def random_ids(seed: int, *shape: int, vocab: int = 97) -> np.ndarray:
+    """int64 token ids."""
+    return np.random.default_rng(seed).integers(0, vocab, shape)

@@ -1,0 +1,109 @@
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from toolchain.artifact import open_artifact
+from toolchain.recipe import parse_recipe
+
+needs_rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="needs dtool[rtx]")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "compiles" in item.keywords:
+            item.add_marker(needs_rtx)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "compiles: needs the tensorrt-rtx package")
+
+
+@pytest.fixture(scope="session")
+def make_recipe():
+    def make(compute_dtype="float16", sections=None, **engine):
+        defaults = {
+            "backend": "tensorrt-rtx",
+            "targets": ["sm80", "sm89", "sm120"],
+            "kv_capacity": 128,
+            "prompt_len": {"min": 1, "opt": 32, "max": 64},
+        }
+        document = {"schema_version": 1, "about": "test", "compute_dtype": compute_dtype}
+        return parse_recipe(document | (sections or {}) | {"engine": defaults | engine}, "test")
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A random Llama with grouped-query attention, small enough to compile in a second."""
+    import torch
+
+    from toolchain.model.config import DecoderConfig
+    from toolchain.model.decoder import Decoder
+    from toolchain.tensor_file import write_tensors
+
+    shape = {
+        "vocab_size": 98,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }
+    torch.manual_seed(0)
+    decoder = Decoder(DecoderConfig(**shape))
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_tensors(folder / "model.safetensors", {n: torch.randn(p.shape) * 0.3 for n, p in decoder.named_parameters()})
+    family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+    family |= {"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
+    (folder / "config.json").write_text(json.dumps(shape | family))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def export_of(checkpoint, tmp_path_factory, make_recipe):
+    """The export of the tiny model in a compute type; made once each."""
+    from toolchain.export.stage import export_checkpoint
+
+    made = {}
+
+    def export(dtype):
+        if dtype not in made:
+            out = tmp_path_factory.mktemp("export") / dtype
+            made[dtype] = export_checkpoint(checkpoint, make_recipe(dtype), out, report=lambda _: None)
+        return made[dtype]
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def fp16(export_of):
+    return export_of("float16")
+
+
+@pytest.fixture
+def altered(tmp_path):
+    """A copy of an artifact whose graphs and manifest went through functions; digests are kept in step."""
+    import onnx
+
+    def alter(source, graph=lambda model: None, manifest=lambda document: None):
+        folder = tmp_path / "altered"
+        shutil.copytree(source.path, folder)
+        document = json.loads((folder / "manifest.json").read_text())
+        for name in ("prefill.onnx", "decode.onnx"):
+            model = onnx.load(folder / name, load_external_data=False)
+            graph(model)
+            (folder / name).write_bytes(model.SerializeToString())
+            document["files"][name]["bytes"] = (folder / name).stat().st_size
+        manifest(document)
+        (folder / "manifest.json").write_text(json.dumps(document))
+        return open_artifact(Path(folder))
+
+    return alter

@@ -1,0 +1,198 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+from tiny_parity import make_recipe
+
+from toolchain.artifact import hash_file, open_artifact
+from toolchain.errors import DtoolError, GateFailed
+from toolchain.export.stage import export_checkpoint
+from toolchain.parity import stage
+from toolchain.parity.compare import MODEL_PHASES
+
+TIGHT = {"max_abs_logit": 1e-4, "kl_mean": 1e-8, "kl_p99": 1e-7, "top1_agreement": 1.0}
+
+
+def run_parity(*arguments, **options):
+    return stage.run_parity(*arguments, threads=1, **options)
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+@pytest.fixture
+def recipe(text_file):
+    return make_recipe(parity={"data": str(text_file), "eager": TIGHT, "fake_quant": TIGHT})
+
+
+@pytest.fixture(scope="module")
+def passing(exported, checkpoint, text_file):
+    recipe = make_recipe(parity={"data": str(text_file), "eager": TIGHT, "fake_quant": TIGHT})
+    lines = []
+    return run_parity(exported, recipe, model=checkpoint, report=lines.append), lines
+
+
+def test_a_faithful_export_passes_every_gate(passing):
+    report, _ = passing
+    assert report.verdict == "passed", report.failure_text()
+    pairs = {(row.reference, row.phase) for row in report.rows}
+    wanted = {(name, phase) for name in ("eager", "fake_quant") for phase in MODEL_PHASES}
+    assert pairs == wanted | {("self", "self_consistency"), ("self", "kv_contract")}
+    gated = {row.metric for row in report.rows if row.gate is not None and row.reference == "eager"}
+    assert gated == {*TIGHT, "nonfinite_logits"}
+
+
+def test_decode_equals_prefill_within_rounding(passing):
+    rows = {row.metric: row.value for row in passing[0].rows if row.phase == "self_consistency"}
+    assert rows["max_abs_logit"] < 1e-4
+    assert rows["kl_mean"] < 1e-9
+
+
+def test_first_ids_begin_with_one_start_token(passing):
+    report, lines = passing
+    first = dict(report.facts)["first ids"].split()
+    assert first[0] == "1"
+    assert first[1] != "1"
+    assert any(line.startswith("first ids: 1 ") for line in lines)
+
+
+def test_document_is_strict_json(passing):
+    text = json.dumps(passing[0].document(), allow_nan=False)
+    document = json.loads(text)
+    assert document["verdict"] == "passed"
+    assert set(document["rows"][0]) == {"reference", "phase", "metric", "value", "unit", "gate", "passed"}
+
+
+def test_page_has_a_line_per_phase_and_per_promise(passing):
+    page = passing[0].page()
+    logits, gates, contract = page.parts
+    assert page.verdict == "passed"
+    assert len(logits.rows) == 9
+    assert all(len(row) == len(logits.columns) for row in logits.rows)
+    assert len(contract.rows) == 6
+    assert all(row[-1] is True for row in gates.rows)
+
+
+def test_the_torch_decoder_of_an_export_against_itself_differs_in_nothing(exported, recipe, monkeypatch):
+    monkeypatch.setattr(stage, "open_runner", lambda path, **_: stage.fake_quant_runner(path))
+    report = run_parity(exported, make_recipe(parity={"data": recipe.parity.data}), model=None, report=quiet)
+    values = {row.metric: row.value for row in report.rows if row.reference == "fake_quant"}
+    assert values["kl_mean"] == values["max_abs_logit"] == values["top1_flips"] == values["perplexity_rise"] == 0
+
+
+@pytest.fixture(scope="module")
+def swapped(exported, checkpoint, text_file, tmp_path_factory):
+    from toolchain.tensor_file import read_header
+
+    folder = tmp_path_factory.mktemp("swapped") / "export"
+    shutil.copytree(exported, folder)
+    entry = read_header(folder / "weights.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    rows = np.memmap(folder / "weights.safetensors", np.float32, "r+", entry.offset, (64, 64))
+    rows[[2, 9]] = rows[[9, 2]]
+    rows.flush()
+    recipe = make_recipe(parity={"data": str(text_file), "eager": TIGHT})
+    return run_parity(folder, recipe, model=checkpoint, report=quiet)
+
+
+def test_two_swapped_rows_of_q_proj_fail(swapped):
+    assert swapped.verdict == "failed"
+    assert {row.reference for row in swapped.failures} == {"eager"}
+    assert "eager / decode: kl_mean" in swapped.failure_text()
+    assert "gate 1e-08" in swapped.failure_text()
+
+
+def test_a_failure_names_the_first_tensor_that_departs(swapped):
+    assert "layers.0.q_proj" in swapped.divergence
+    assert "layout" in swapped.divergence
+    assert swapped.document()["divergence"] == swapped.divergence
+    assert swapped.divergence in dict(swapped.page().facts).values()
+
+
+def test_a_failed_gate_is_exit_code_three(swapped):
+    assert GateFailed(swapped.failure_text()).exit_code == 3
+
+
+def test_a_broken_cache_alone_fails_the_verdict(exported, recipe, monkeypatch):
+    from toolchain.parity.metrics import Row
+
+    bad = Row(reference="self", phase="kv_contract", metric="x", value=1, unit="values", gate=0, passed=False)
+    monkeypatch.setattr(stage, "check_kv_contract", lambda *_, **__: [bad])
+    report = run_parity(exported, make_recipe(parity={"data": recipe.parity.data}), model=None, report=quiet)
+    assert report.verdict == "failed"
+    assert report.failure_text() == "self / kv_contract: x 1 values, gate 0"
+
+
+def test_eager_gates_without_a_checkpoint_are_refused(exported, recipe):
+    with pytest.raises(DtoolError, match="no eager reference"):
+        run_parity(exported, recipe, model=None, report=quiet)
+
+
+def test_without_gates_a_missing_reference_is_skipped_by_name(exported, text_file):
+    lines = []
+    report = run_parity(exported, make_recipe(parity={"data": str(text_file)}), model=None, report=lines.append)
+    assert any(note.startswith("eager skipped") for note in report.notes)
+    assert any("eager skipped" in line for line in lines)
+    assert {row.reference for row in report.rows} == {"fake_quant", "self"}
+
+
+def as_engine(exported, folder, **target):
+    """The export's files under the manifest of an engine built from it."""
+    shutil.copytree(exported, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest |= {"stage": "engine", "target": {"backend": "onnxruntime"} | target}
+    manifest["lineage"] = {"source": hash_file(exported / "manifest.json")}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_an_engine_is_held_to_the_artifact_it_was_built_from(exported, recipe, tmp_path):
+    engine = as_engine(exported, tmp_path / "engine", max_batch=2, max_prompt=24, kv_capacity=28)
+    recipe = make_recipe(parity={"data": recipe.parity.data, "fake_quant": TIGHT})
+    with pytest.raises(DtoolError, match="no fake_quant reference"):
+        run_parity(engine, recipe, model=None, report=quiet)
+    report = run_parity(engine, recipe, model=None, source=exported, report=quiet)
+    assert report.verdict == "passed", report.failure_text()
+    assert any("rows are 24 tokens" in note for note in report.notes)
+
+
+def test_an_engine_from_another_artifact_is_refused(exported, checkpoint, recipe, tmp_path):
+    engine = as_engine(exported, tmp_path / "engine")
+    other = tmp_path / "fp16"
+    export_checkpoint(checkpoint, make_recipe(compute_dtype="float16"), other, report=quiet)
+    with pytest.raises(DtoolError, match="was not built from"):
+        run_parity(engine, recipe, model=checkpoint, source=other, report=quiet)
+
+
+def test_half_precision_is_held_to_its_own_rounding(checkpoint, text_file, tmp_path):
+    half = tmp_path / "fp16"
+    export_checkpoint(checkpoint, make_recipe(compute_dtype="float16"), half, report=quiet)
+    recipe = make_recipe(parity={"data": str(text_file), "fake_quant": {"kl_mean": 1e-3, "top1_agreement": 0.97}})
+    report = run_parity(half, recipe, model=checkpoint, report=quiet)
+    assert report.verdict == "passed", report.failure_text()
+    assert open_artifact(half).manifest.kv_contract["dtype"] == "float16"
+
+
+def test_without_a_tokenizer_random_ids_stand_in_and_are_named(exported, checkpoint, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(exported, bare)
+    shutil.rmtree(bare / "tokenizer")
+    manifest = json.loads((bare / "manifest.json").read_text())
+    manifest["files"] = {k: v for k, v in manifest["files"].items() if not k.startswith("tokenizer/")}
+    (bare / "manifest.json").write_text(json.dumps(manifest))
+    report = run_parity(bare, make_recipe(parity={"eager": TIGHT}), model=checkpoint, report=quiet)
+    assert report.verdict == "passed", report.failure_text()
+    assert dict(report.facts)["text"] == "random ids, seed 0"
+    assert any("no tokenizer" in note for note in report.notes)
+
+
+def test_another_models_checkpoint_is_refused(exported, recipe, monkeypatch, eager):
+    from toolchain.runners.eager import EagerRunner
+
+    class Wider(EagerRunner):
+        config = eager.config.model_copy(update={"vocab_size": 98})
+
+    monkeypatch.setattr(stage, "eager_runner", lambda _: Wider(eager.decoder))
+    with pytest.raises(DtoolError, match="another model"):
+        run_parity(exported, recipe, model=exported, report=quiet)

@@ -1,0 +1,252 @@
+import json
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from toolchain.errors import DtoolError
+from toolchain.text import Passage, has_tokenizer, load_tokenizer, read_texts, token_blocks
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def make_tokenizer(tmp_path):
+    """make_tokenizer(folder name, post_processor_adds_start, **config): one token per character."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+
+    def make(name="tok", *, processor=False, **config):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {c: i for i, c in enumerate(LETTERS, 3)}
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+        tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+        if processor:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+            )
+        tokenizer.save(str(folder / "tokenizer.json"))
+        document = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"} | config
+        (folder / "tokenizer_config.json").write_text(json.dumps(document))
+        return folder
+
+    return make
+
+
+def ids_of(text):
+    return [LETTERS.index(c) + 3 for c in text]
+
+
+def test_start_token_comes_once_from_the_config(make_tokenizer):
+    tokenizer = load_tokenizer(make_tokenizer(add_bos_token=True))
+    assert tokenizer.encode("ab") == [1, *ids_of("ab")]
+    assert tokenizer.encode("<s>ab") == [1, *ids_of("ab")]
+
+
+def test_start_token_comes_from_the_post_processor_when_the_config_is_silent(make_tokenizer):
+    assert load_tokenizer(make_tokenizer("a", processor=True)).encode("ab") == [1, *ids_of("ab")]
+    assert load_tokenizer(make_tokenizer("b", processor=False)).encode("ab") == ids_of("ab")
+
+
+def test_the_config_overrules_the_post_processor(make_tokenizer):
+    tokenizer = load_tokenizer(make_tokenizer(processor=True, add_bos_token=False))
+    assert tokenizer.encode("ab") == ids_of("ab")
+
+
+@pytest.mark.parametrize("processor", [True, False])
+def test_chat_has_exactly_one_start_token(make_tokenizer, processor):
+    folder = make_tokenizer(processor=processor, add_bos_token=True, chat_template=TEMPLATE)
+    ids = load_tokenizer(folder).encode_chat([{"role": "user", "content": "hello"}])
+    assert ids[0] == 1
+    assert ids.count(1) == 1
+
+
+def test_chat_template_knows_the_generation_prompt(make_tokenizer):
+    tokenizer = load_tokenizer(make_tokenizer(chat_template=TEMPLATE))
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(messages) == "<s>[user]hi[assistant]"
+    assert tokenizer.render_chat(messages, add_generation_prompt=False) == "<s>[user]hi"
+
+
+def test_the_template_file_comes_before_the_config(make_tokenizer):
+    folder = make_tokenizer(chat_template="old")
+    (folder / "chat_template.jinja").write_text("new {{ messages[0].content }}")
+    assert load_tokenizer(folder).render_chat([{"role": "user", "content": "x"}]) == "new x"
+
+
+def test_of_several_named_templates_the_default_is_taken(make_tokenizer):
+    templates = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
+    assert load_tokenizer(make_tokenizer(chat_template=templates)).render_chat([]) == "d"
+
+
+def test_a_template_that_refuses_says_why(make_tokenizer):
+    tokenizer = load_tokenizer(make_tokenizer(chat_template=TEMPLATE))
+    with pytest.raises(DtoolError, match="no robots"):
+        tokenizer.render_chat([{"role": "robot", "content": "x"}])
+
+
+def test_a_template_cannot_reach_python(make_tokenizer):
+    folder = make_tokenizer(chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(DtoolError, match="refused"):
+        load_tokenizer(folder).render_chat([])
+
+
+def test_without_a_template_chat_is_refused(make_tokenizer):
+    with pytest.raises(DtoolError, match="no chat template"):
+        load_tokenizer(make_tokenizer()).render_chat([])
+
+
+def test_an_artifacts_tokenizer_is_in_its_subfolder(make_tokenizer, tmp_path):
+    make_tokenizer("artifact/tokenizer")
+    assert has_tokenizer(tmp_path / "artifact")
+    assert load_tokenizer(tmp_path / "artifact").encode("a") == ids_of("a")
+
+
+def test_every_end_token_is_known(make_tokenizer):
+    folder = make_tokenizer()
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 2, 7]}')
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_ids == (2, 5, 7)
+    assert tokenizer.eos_id == 2
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "tokenizer_config.json"])
+def test_missing_files_are_named_at_once(make_tokenizer, missing):
+    folder = make_tokenizer()
+    (folder / missing).unlink()
+    start = time.perf_counter()
+    with pytest.raises(DtoolError, match=missing):
+        load_tokenizer(folder)
+    assert time.perf_counter() - start < 2
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(DtoolError, match="no such folder"):
+        load_tokenizer(tmp_path / "nowhere")
+
+
+DAMAGED = [("tokenizer.json", "{}"), ("tokenizer_config.json", "{"), ("tokenizer_config.json", "[]")]
+
+
+@pytest.mark.parametrize(("name", "text"), DAMAGED)
+def test_damaged_files_are_named(make_tokenizer, name, text):
+    folder = make_tokenizer()
+    (folder / name).write_text(text)
+    with pytest.raises(DtoolError, match=name):
+        load_tokenizer(folder)
+
+
+def test_a_start_token_outside_the_vocabulary_is_refused(make_tokenizer):
+    with pytest.raises(DtoolError, match="bos_token '<begin>' is not in the vocabulary"):
+        load_tokenizer(make_tokenizer(bos_token="<begin>"))
+
+
+def write(tmp_path, text):
+    path = tmp_path / "text.jsonl"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_texts_are_read_line_by_line(tmp_path):
+    path = write(tmp_path, '{"text": "a", "kind": "code", "source": "s"}\n{"text": "\u2028b"}\n')
+    assert read_texts(path) == [Passage("a", "code", "s"), Passage("\u2028b", "text", "")]
+
+
+BAD_LINES = ["", "{", "[1]", '{"text": 3}', '{"text": " "}', '{"text": "a", "kind": 1}', '{"body": "a"}']
+
+
+@pytest.mark.parametrize("bad", BAD_LINES)
+def test_a_bad_line_is_named_by_its_number(tmp_path, bad):
+    path = write(tmp_path, f'{{"text": "a"}}\n{bad}\n{{"text": "b"}}\n')
+    with pytest.raises(DtoolError, match="line 2 is not a passage"):
+        read_texts(path)
+
+
+def test_empty_missing_and_binary_files_are_refused(tmp_path):
+    with pytest.raises(DtoolError, match="is empty"):
+        read_texts(write(tmp_path, ""))
+    with pytest.raises(DtoolError, match="cannot be read"):
+        read_texts(tmp_path / "none.jsonl")
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DtoolError, match="cannot be read"):
+        read_texts(tmp_path / "b.jsonl")
+
+
+def passages(kind, letter, sizes):
+    return [Passage(letter * size, kind, "") for size in sizes]
+
+
+def test_blocks_take_the_kinds_in_turn(make_tokenizer):
+    tokenizer = load_tokenizer(make_tokenizer())
+    texts = passages("code", "a", [100]) + passages("prose", "b", [25])
+    blocks = token_blocks(texts, tokenizer, blocks=6, seq_len=10, seed=0)
+    a, b = ids_of("ab")
+    assert blocks.dtype == np.int64
+    assert [row[0] for row in blocks] == [a, b, a, b, a, a]
+
+
+def test_documents_are_packed_with_end_tokens_between(make_tokenizer):
+    tokenizer = load_tokenizer(make_tokenizer())
+    (block,) = token_blocks(passages("x", "a", [3, 3, 3]), tokenizer, blocks=1, seq_len=11, seed=0)
+    assert block.tolist() == [*ids_of("aaa"), 2, *ids_of("aaa"), 2, *ids_of("aaa")]
+
+
+def test_every_block_starts_with_the_start_token_of_a_tokenizer_that_has_one(make_tokenizer):
+    tokenizer = load_tokenizer(make_tokenizer(add_bos_token=True))
+    blocks = token_blocks(passages("x", "a", [50]), tokenizer, blocks=4, seq_len=8, seed=0)
+    assert (blocks[:, 0] == 1).all()
+    assert (blocks[:, 1:] != 1).all()
+
+
+def test_kinds_shorter_than_a_block_share_one(make_tokenizer):
+    tokenizer = load_tokenizer(make_tokenizer())
+    texts = passages("long", "a", [40]) + passages("s1", "b", [6]) + passages("s2", "c", [6])
+    blocks = token_blocks(texts, tokenizer, blocks=3, seq_len=10, seed=0)
+    assert set(ids_of("bc")) <= set(blocks[1].tolist())
+
+
+def test_too_short_a_text_says_how_many_blocks_it_gives(make_tokenizer):
+    tokenizer = load_tokenizer(make_tokenizer())
+    with pytest.raises(DtoolError, match="gives 3 blocks of 10 tokens"):
+        token_blocks(passages("x", "a", [35]), tokenizer, blocks=4, seq_len=10, seed=0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 60)), min_size=1, max_size=12),
+    blocks=st.integers(1, 5),
+    seq_len=st.integers(2, 20),
+    seed=st.integers(0, 5),
+)
+def test_blocks_are_full_repeatable_or_refused(character_tokenizer, sizes, blocks, seq_len, seed):
+    texts = [Passage(letter * size, letter, "") for letter, size in sizes]
+    options = {"blocks": blocks, "seq_len": seq_len, "seed": seed}
+    try:
+        first = token_blocks(texts, character_tokenizer, **options)
+    except DtoolError:
+        assert sum(size for _, size in sizes) // seq_len < blocks + 4
+        return
+    assert first.shape == (blocks, seq_len)
+    assert (first == token_blocks(texts, character_tokenizer, **options)).all()
+    assert first.min() >= 2
+    assert first.max() < character_tokenizer.vocab_size
+
+
+@pytest.fixture(scope="module")
+def character_tokenizer(tmp_path_factory):
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("characters")
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {c: i for i, c in enumerate(LETTERS, 3)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    return load_tokenizer(folder)

