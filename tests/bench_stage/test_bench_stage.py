@@ -54,7 +54,7 @@ def test_the_document_has_the_promised_keys_with_the_longest_prompt_at_the_top(b
     assert document["engine"]["prefill_tokens_per_s"] == pytest.approx(900)
     assert document["engine"]["peak_memory_bytes"] == 100
     assert document["eager"]["peak_memory_bytes"] == 200
-    assert document["speedup"]["decode"] == pytest.approx(2)
+    assert document["speedup"] == pytest.approx({"decode": 2, "prefill": 2, "decode_best": 2, "prefill_best": 2})
     assert document["environment"]["memory_bandwidth_gb_s"] == 0.001
     step = document["engine"]["step_bytes"]
     useful = step["weight_bytes"] + step["row_bytes"] + step["kv_bytes_per_token"] * (9 + 2.5)

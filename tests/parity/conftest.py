@@ -65,6 +65,13 @@ def exported(checkpoint, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def half(checkpoint, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("exports") / "fp16"
+    export_checkpoint(checkpoint, make_recipe(compute_dtype="float16"), out, report=lambda _: None)
+    return out
+
+
+@pytest.fixture(scope="session")
 def eager(checkpoint) -> EagerRunner:
     return EagerRunner(load_decoder(checkpoint))
 

@@ -7,9 +7,9 @@ from tiny_parity import make_recipe
 
 from toolchain.artifact import hash_file, open_artifact
 from toolchain.errors import DtoolError, GateFailed
-from toolchain.export.stage import export_checkpoint
 from toolchain.parity import stage
 from toolchain.parity.compare import MODEL_PHASES
+from toolchain.tensor_file import read_header
 
 TIGHT = {"max_abs_logit": 1e-4, "kl_mean": 1e-8, "kl_p99": 1e-7, "top1_agreement": 1.0}
 
@@ -20,6 +20,14 @@ def run_parity(*arguments, **options):
 
 def quiet(_: str) -> None:
     pass
+
+
+def spoil_rows(folder, name, dtype):
+    """Swap two rows of a matrix in an artifact's weights file."""
+    entry = read_header(folder / "weights.safetensors")[name]
+    rows = np.memmap(folder / "weights.safetensors", dtype, "r+", entry.offset, entry.shape)
+    rows[[2, 9]] = rows[[9, 2]]
+    rows.flush()
 
 
 @pytest.fixture
@@ -84,14 +92,9 @@ def test_the_torch_decoder_of_an_export_against_itself_differs_in_nothing(export
 
 @pytest.fixture(scope="module")
 def swapped(exported, checkpoint, text_file, tmp_path_factory):
-    from toolchain.tensor_file import read_header
-
     folder = tmp_path_factory.mktemp("swapped") / "export"
     shutil.copytree(exported, folder)
-    entry = read_header(folder / "weights.safetensors")["model.layers.0.self_attn.q_proj.weight"]
-    rows = np.memmap(folder / "weights.safetensors", np.float32, "r+", entry.offset, (64, 64))
-    rows[[2, 9]] = rows[[9, 2]]
-    rows.flush()
+    spoil_rows(folder, "model.layers.0.self_attn.q_proj.weight", np.float32)
     recipe = make_recipe(parity={"data": str(text_file), "eager": TIGHT})
     return run_parity(folder, recipe, model=checkpoint, report=quiet)
 
@@ -157,21 +160,28 @@ def test_an_engine_is_held_to_the_artifact_it_was_built_from(exported, recipe, t
     assert any("rows are 24 tokens" in note for note in report.notes)
 
 
-def test_an_engine_from_another_artifact_is_refused(exported, checkpoint, recipe, tmp_path):
+def test_an_engine_from_another_artifact_is_refused(exported, half, checkpoint, recipe, tmp_path):
     engine = as_engine(exported, tmp_path / "engine")
-    other = tmp_path / "fp16"
-    export_checkpoint(checkpoint, make_recipe(compute_dtype="float16"), other, report=quiet)
     with pytest.raises(DtoolError, match="was not built from"):
-        run_parity(engine, recipe, model=checkpoint, source=other, report=quiet)
+        run_parity(engine, recipe, model=checkpoint, source=half, report=quiet)
 
 
-def test_half_precision_is_held_to_its_own_rounding(checkpoint, text_file, tmp_path):
-    half = tmp_path / "fp16"
-    export_checkpoint(checkpoint, make_recipe(compute_dtype="float16"), half, report=quiet)
+def test_half_precision_is_held_to_its_own_rounding(half, checkpoint, text_file):
     recipe = make_recipe(parity={"data": str(text_file), "fake_quant": {"kl_mean": 1e-3, "top1_agreement": 0.97}})
     report = run_parity(half, recipe, model=checkpoint, report=quiet)
     assert report.verdict == "passed", report.failure_text()
     assert open_artifact(half).manifest.kv_contract["dtype"] == "float16"
+
+
+def test_wrong_stored_values_are_told_from_a_wrong_graph(half, checkpoint, text_file, tmp_path):
+    folder = tmp_path / "spoilt"
+    shutil.copytree(half, folder)
+    spoil_rows(folder, "model.layers.1.self_attn.k_proj.weight", np.float16)
+    recipe = make_recipe(parity={"data": str(text_file), "eager": TIGHT})
+    report = run_parity(folder, recipe, model=checkpoint, report=quiet)
+    assert report.verdict == "failed"
+    assert "no tensor of the evaluation graph departs from fake_quant" in report.divergence
+    assert "grows most at layers.1.k_proj" in report.divergence
 
 
 def test_without_a_tokenizer_random_ids_stand_in_and_are_named(exported, checkpoint, tmp_path):

@@ -1,0 +1,121 @@
+"""The embedded engine: the same logits as the artifact's exact arithmetic, over the same cache."""
+
+import numpy as np
+import onnx
+import pytest
+
+from tests.conftest import make_recipe, random_ids
+from toolchain.engine import onnxruntime as embedded
+from toolchain.engine.stage import build_engine
+from toolchain.errors import DtoolError
+from toolchain.graph_io import PHASES
+from toolchain.quantize.stage import quantize_artifact
+from toolchain.runners.onnx import OnnxRunner
+from toolchain.runners.open import fake_quant_runner, open_runner
+
+FORMATS = {
+    "float": {},
+    "weight_only": {"weights": {"format": "int8", "skip": []}},
+    "per_token": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8"}},
+    "head_left": {"weights": {"format": "int8"}, "activations": {"format": "int8"}},
+    "cache": {"kv_cache": {"format": "int8"}},
+    "all": {
+        "weights": {"format": "int8", "skip": []},
+        "activations": {"format": "int8"},
+        "kv_cache": {"format": "int8"},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def random_calibration(monkeypatch):
+    def blocks(artifact, recipe):
+        return random_ids(11, 4, 48, vocab=artifact.json("decoder.json")["vocab_size"])
+
+    monkeypatch.setattr("toolchain.quantize.stage._calibration_blocks", blocks)
+    monkeypatch.setattr("toolchain.quantize.stage._lineage", lambda exported, _: {"source": exported.identity})
+
+
+def make_engine(source, folder, name):
+    recipe = make_recipe(**FORMATS[name])
+    if recipe.quantizes:
+        source = quantize_artifact(source, recipe, folder / "q", report=lambda _: None).path
+    return source, build_engine(source, recipe, folder / "engine", report=lambda _: None)
+
+
+@pytest.mark.parametrize("unsigned", [False, True])
+@pytest.mark.parametrize("checkpoint", ["exported", "exported_tied"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_engine_computes_the_artifacts_arithmetic(name, checkpoint, unsigned, request, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded, "probe_integer_products", lambda: not unsigned)
+    source, engine = make_engine(request.getfixturevalue(checkpoint), tmp_path, name)
+    runners = fake_quant_runner(source), OnnxRunner(engine)
+    states = [runner.new_state(3, 48) for runner in runners]
+    ids = random_ids(15, 3, 40)
+    plan = [(slice(0, 30), (30, 11, 1), "evaluation"), (slice(30, 36), (6, 2, 4), "prefill")]
+    plan += [(slice(i, i + 1), (1, 1, 1), "decode") for i in range(36, 40)]
+    for columns, new_lengths, phase in plan:
+        lengths = np.array(new_lengths)
+        theirs, ours = (r.step(s, ids[:, columns], lengths, phase) for r, s in zip(runners, states, strict=True))
+        valid = np.arange(theirs.shape[1]) < lengths[:, None] if phase == "evaluation" else np.ones((3, 1), bool)
+        difference = abs(ours - theirs)[valid]
+        assert float(np.median(difference)) <= (2e-3 if "weight" in name else 1e-4)  # 15-bit activations
+        assert float(difference.max()) <= 0.3  # a value on the edge between two codes
+
+
+@pytest.mark.parametrize("name", ["all", "cache"])
+def test_decode_equals_prefill_bit_for_bit_with_an_integer_cache(exported, tmp_path, name):
+    _, engine = make_engine(exported, tmp_path, name)
+    runner = OnnxRunner(engine)
+    ids = random_ids(16, 2, 30)
+    whole = runner.step(runner.new_state(2, 48), ids, np.array([30, 30]), "evaluation")
+    state = runner.new_state(2, 48)
+    runner.step(state, ids[:, :10], np.array([10, 10]), "prefill")
+    steps = [runner.step(state, ids[:, i : i + 1], np.array([1, 1]), "decode") for i in range(10, 30)]
+    bound = 0 if name == "all" else 2e-5
+    assert float(abs(np.concatenate(steps, 1) - whole[:, 10:]).max()) <= bound
+
+
+def test_products_of_one_input_are_one(exported, tmp_path):
+    _, engine = make_engine(exported, tmp_path, "all")
+    for phase in PHASES:
+        model = onnx.load(engine.path / f"{phase}.onnx", load_external_data=False)
+        kinds = [node.op_type for node in model.graph.node]
+        assert kinds.count("MatMulIntegerToFloat") == 4 * 2 + 1
+        assert kinds.count("GroupQueryAttention") == 2
+        assert "MatMul" not in kinds
+        assert "DequantizeLinear" not in kinds
+        assert not model.functions
+
+
+def test_tied_matrix_is_stored_once(exported_tied, tmp_path):
+    for name, size in (("float", 4), ("all", 1)):
+        (tmp_path / name).mkdir()
+        _, engine = make_engine(exported_tied, tmp_path / name, name)
+        tied = engine.path / "weights.safetensors"
+        entries = embedded.read_header(tied)
+        assert sum(e.length for n, e in entries.items() if e.length >= 512 * 96 * size) == 512 * 96 * size
+
+
+def test_requests_outside_the_engine_are_refused_with_both_numbers(exported, tmp_path):
+    recipe = make_recipe(engine={"kv_capacity": 16, "batch": {"max": 2}, "prompt_len": {"max": 8, "opt": 8}})
+    runner = open_runner(build_engine(exported, recipe, tmp_path / "e", report=lambda _: None).path)
+    with pytest.raises(DtoolError, match=r"batch 5 not in \[1, 2\]"):
+        runner.new_state(5, 16)
+    with pytest.raises(DtoolError, match=r"capacity 17 not in \[1, 16\]"):
+        runner.new_state(1, 17)
+    with pytest.raises(DtoolError, match=r"prompt length 9 not in \[1, 8\]"):
+        runner.step(runner.new_state(1, 16), random_ids(0, 1, 9), np.array([9]), "prefill")
+
+
+def test_half_precision_artifact_is_refused_for_the_embedded_backend(tiny, tmp_path):
+    from toolchain.export.stage import export_checkpoint
+
+    export_checkpoint(tiny[0], make_recipe(compute_dtype="float16"), tmp_path / "x", report=lambda _: None)
+    with pytest.raises(DtoolError, match="computes in float32"):
+        build_engine(tmp_path / "x", make_recipe(), tmp_path / "e", report=lambda _: None)
+    assert not (tmp_path / "e").exists()
+
+
+def test_probe_is_right_on_this_machine():
+    assert embedded.probe_integer_products() in (True, False)
