@@ -91,3 +91,44 @@ def exported_tied(tiny_tied: tuple[Path, Any], tmp_path_factory: pytest.TempPath
 def random_ids(seed: int, *shape: int, vocab: int = 97) -> np.ndarray:
     """int64 token ids."""
     return np.random.default_rng(seed).integers(0, vocab, shape)
+
+
+TEMPLATE = "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}<|start|>"
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny tied checkpoint with a byte-level tokenizer of 258 ids over 320 rows."""
+    import json
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("text") / "model"
+    save_tiny(folder, vocab_size=320, tie_word_embeddings=True, bos_token_id=256, eos_token_id=257)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|start|>", "<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<|start|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Calibration and evaluation text of two kinds, made of seeded words."""
+    import json
+
+    folder = tmp_path_factory.mktemp("texts")
+    random = np.random.default_rng(5)
+    paths = {}
+    for split in ("calibration", "evaluation"):
+        lines = []
+        for kind in ("prose", "code"):
+            words = ["".join(chr(97 + c) for c in random.integers(0, 26, 5)) for _ in range(400)]
+            lines.append(json.dumps({"text": " ".join(words), "kind": kind, "source": "random"}))
+        paths[split] = folder / f"{split}.jsonl"
+        paths[split].write_text("\n".join(lines) + "\n")
+    return paths

@@ -44,7 +44,8 @@ WEIGHTS = "weights.safetensors"
 NOT_WEIGHTS = ("rope.safetensors",)
 BANDWIDTH_METHOD = (
     f"best of {BANDWIDTH_REPEATS} float32 matrix-vector products over {BUFFER_BYTES >> 20} MiB (bytes read / s) "
-    f"and of {BANDWIDTH_REPEATS} copies of it ((bytes read + bytes written) / s), with the threads of the bench"
+    f"and of {BANDWIDTH_REPEATS} copies of it ((bytes read + bytes written) / s), with the threads of the bench, "
+    "before and after the timing"
 )
 MBU_FORMULA = "(weight bytes + B * (cache bytes of a token * mean context + embedding row)) / TPOT p50 / bandwidth"
 CHILD_TIMEOUT_S = 3600

@@ -7,18 +7,18 @@ from toolchain.parity.metrics import Row
 from toolchain.report import Cell, Page, Table
 
 COLUMNS = (
-    ("kl_mean", "KL mean (nats)"),
+    ("kl_mean", "KL mean"),
     ("kl_p99", "KL p99"),
-    ("top1_agreement", "same top token"),
+    ("top1_agreement", "same top"),
     ("top1_flips", "flips"),
     ("top1_ties", "ties"),
-    ("perplexity_rise", "perplexity (%)"),
-    ("max_abs_logit", "max |diff|"),
+    ("perplexity_rise", "ppl (%)"),
+    ("max_abs_logit", "max diff"),
 )
 QUESTIONS = (
     "eager: what did quantization cost against the float32 checkpoint? fake_quant: does the graph compute what its "
     "rounding says? self: do decode steps equal one-shot prefill? KL 0 and agreement 1 mean the same model; a flip "
-    "whose margin is below rounding is a tie. perplexity: its rise over the reference."
+    "whose margin is below rounding is a tie. KL in nats; ppl: the rise of perplexity; max diff: of any logit."
 )
 CONTRACT = "Bit for bit: what the cache must never do, whatever the model."
 
@@ -43,7 +43,7 @@ def parity_page(
 def _phase_line(rows: Sequence[Row], reference: str, phase: str) -> tuple[Cell, ...]:
     mine = {row.metric: row for row in rows if (row.reference, row.phase) == (reference, phase)}
     cells = [_short(mine[metric].value) if metric in mine else None for metric, _ in COLUMNS]
-    return (reference, phase, *cells, all(row.passed for row in mine.values()))
+    return (reference, phase.replace("_", " "), *cells, all(row.passed for row in mine.values()))
 
 
 def _short(value: float | None) -> str:
