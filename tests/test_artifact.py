@@ -26,9 +26,13 @@ def test_equal_content_gives_equal_bytes_and_timings_stand_outside(tmp_path):
 
 
 def test_failure_leaves_nothing(tmp_path):
-    with pytest.raises(RuntimeError), create_artifact(tmp_path / "out", "export") as draft:
-        (draft.path / "a.bin").write_bytes(b"x")
-        raise RuntimeError
+    def fail():
+        with create_artifact(tmp_path / "out", "export") as draft:
+            (draft.path / "a.bin").write_bytes(b"x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert list(tmp_path.iterdir()) == []
 
 

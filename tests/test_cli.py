@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -73,9 +74,25 @@ class _Main(cli.click.Command):
 
 def test_help_is_instant_and_lists_every_command():
     start = time.perf_counter()
-    result = subprocess.run([sys.executable, "-X", "importtime", "-m", "toolchain.cli", "--help"], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "toolchain.cli", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert time.perf_counter() - start < 5
-    for name in ("fetch", "export", "quantize", "build-engine", "parity", "bench", "generate", "run", "inspect", "verify"):
+    for name in (
+        "fetch",
+        "export",
+        "quantize",
+        "build-engine",
+        "parity",
+        "bench",
+        "generate",
+        "run",
+        "inspect",
+        "verify",
+    ):
         assert f"  {name}" in result.stdout
     assert not any(heavy in result.stderr for heavy in ("| torch", "| onnx", "| numpy", "| transformers"))
 
@@ -86,7 +103,9 @@ def test_every_stage_by_hand_and_by_run_gives_the_same_artifacts(tiny_text, reci
     assert "past_key_values.0.key" in out
     call("quantize", by_hand["export"], "-r", recipe, "-o", by_hand["quantized"])
     call("build-engine", by_hand["quantized"], "-r", recipe, "-o", by_hand["engine"])
-    out, _ = call("parity", by_hand["engine"], "-r", recipe, "-m", tiny_text, "--source", by_hand["quantized"], "--json")
+    out, _ = call(
+        "parity", by_hand["engine"], "-r", recipe, "-m", tiny_text, "--source", by_hand["quantized"], "--json"
+    )
     assert json.loads(out)["verdict"] == "passed"
     call("run", tiny_text, "-r", recipe, "-o", tmp_path / "run", "--no-bench")
     for name, folder in by_hand.items():
@@ -115,7 +134,18 @@ def test_run_takes_up_what_is_finished_and_redoes_what_is_damaged_or_changed(tin
 def test_run_killed_at_any_moment_ends_with_the_same_hashes(tiny_text, recipe, tmp_path):
     call("run", tiny_text, "-r", recipe, "-o", tmp_path / "whole", "--no-bench")
     out = tmp_path / "killed"
-    command = [sys.executable, "-m", "toolchain.cli", "run", str(tiny_text), "-r", str(recipe), "-o", str(out), "--no-bench"]
+    command = [
+        sys.executable,
+        "-m",
+        "toolchain.cli",
+        "run",
+        str(tiny_text),
+        "-r",
+        str(recipe),
+        "-o",
+        str(out),
+        "--no-bench",
+    ]
     for delay in (0.8, 3.0, 6.0):
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         time.sleep(delay)
@@ -132,7 +162,16 @@ def test_run_killed_at_any_moment_ends_with_the_same_hashes(tiny_text, recipe, t
 def test_failed_gate_exits_3_and_names_it(tiny_text, recipe, tmp_path):
     call("run", tiny_text, "-r", recipe, "-o", tmp_path / "run", "--no-bench")
     _, err = call(
-        "run", tiny_text, "-r", recipe, "-o", tmp_path / "run", "--no-bench", "--set", "parity.eager.kl_mean=1e-9", code=3
+        "run",
+        tiny_text,
+        "-r",
+        recipe,
+        "-o",
+        tmp_path / "run",
+        "--no-bench",
+        "--set",
+        "parity.eager.kl_mean=1e-9",
+        code=3,
     )
     assert "parity failed" in err
     assert "kl_mean" in err
@@ -145,7 +184,9 @@ def test_bench_reports_both_sides(tiny_text, recipe, tmp_path):
     out, _ = call("bench", tmp_path / "e", "-r", recipe, "-m", tiny_text, "--json", "--html", tmp_path / "b.html")
     document = json.loads(out)
     for side in ("engine", "eager"):
-        assert {"ttft_ms", "tpot_ms", "prefill_tokens_per_s", "decode_tokens_per_s", "peak_memory_bytes"} <= set(document[side])
+        assert {"ttft_ms", "tpot_ms", "prefill_tokens_per_s", "decode_tokens_per_s", "peak_memory_bytes"} <= set(
+            document[side]
+        )
         assert set(document[side]["tpot_ms"]) >= {"p50", "p90", "p99"}
     assert {"memory_bandwidth_gb_s", "mbu"} <= set(document["environment"])
     assert (tmp_path / "b.html").read_text().startswith("<!doctype html>")
@@ -181,9 +222,17 @@ def test_inspect_shows_checkpoint_and_artifact(tiny_text, recipe, tmp_path):
         (["export", "{none}", "-r", "fp32", "-o", "{out}"], 1, ["not a checkpoint", "expected", "found"]),
         (["export", "{model}", "-r", "fp23", "-o", "{out}"], 1, ["no recipe 'fp23'", "fp32"]),
         (["export", "{model}", "-r", "fp32", "-o", "{model}"], 1, ["already exists"]),
-        (["export", "{model}", "-r", "fp32", "--set", "weights.formt=int8", "-o", "{out}"], 1, ["weights.formt", "format"]),
+        (
+            ["export", "{model}", "-r", "fp32", "--set", "weights.formt=int8", "-o", "{out}"],
+            1,
+            ["weights.formt", "format"],
+        ),
         (["quantize", "{model}", "-r", "int8", "-o", "{out}"], 1, ["not a dtool artifact"]),
-        (["run", "{model}", "-r", "int8", "--set", "calibration.data=no.jsonl", "-o", "{out}"], 1, ["no.jsonl", "fetch"]),
+        (
+            ["run", "{model}", "-r", "int8", "--set", "calibration.data=no.jsonl", "-o", "{out}"],
+            1,
+            ["no.jsonl", "fetch"],
+        ),
         (["parity", "{none}", "-r", "fp32"], 1, ["not a dtool artifact"]),
         (["generate", "{none}", "-p", "x"], 1, ["tokenizer"]),
         (["verify", "{none}"], 1, ["not a dtool artifact"]),
@@ -205,10 +254,13 @@ def test_mistakes_end_at_once_with_what_to_do(tiny_text, tmp_path, arguments, co
 
 
 def test_full_disk_is_explained_and_leaves_nothing(tiny_text, recipe, tmp_path):
-    script = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); runpy.run_module('toolchain.cli', run_name='__main__')"
-    import textwrap
-
-    command = [sys.executable, "-c", "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n" + textwrap.dedent(script)]
+    script = """
+        import resource, runpy, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        runpy.run_module("toolchain.cli", run_name="__main__")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
     command += ["export", str(tiny_text), "-r", str(recipe), "-o", str(tmp_path / "deep" / "out")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1

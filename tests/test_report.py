@@ -20,7 +20,6 @@ PAGE = Page(
 )  # fmt: skip
 
 
-
 @pytest.mark.parametrize(
     ("cell", "text"),
     [

@@ -174,9 +174,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 def verify_files(artifact: Artifact, *, check_hashes: bool) -> None:
     """Check that every file of the manifest is there, whole, and that there are no others."""
-    present = {
-        str(p.relative_to(artifact.path)) for p in artifact.path.rglob("*") if p.is_file()
-    } - {MANIFEST, TIMINGS}
+    present = {str(p.relative_to(artifact.path)) for p in artifact.path.rglob("*") if p.is_file()} - {MANIFEST, TIMINGS}
     listed = set(artifact.manifest.files)
     if present != listed:
         raise DtoolError(

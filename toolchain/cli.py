@@ -3,6 +3,7 @@
 Heavy imports stand inside the command bodies, so that `dtool --help` is instant.
 """
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -66,6 +67,7 @@ def fetch(name: str, out: Path | None, source: str, force: bool) -> None:
 @_force
 def export(model: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool) -> None:
     """Checkpoint folder -> prefill, decode and evaluation ONNX graphs over one weights file."""
+    gc.disable()  # a million objects are imported and stay: searching them takes a fifth of the time
     from toolchain.export.stage import contract_tables, export_checkpoint
     from toolchain.model.config import DecoderConfig
     from toolchain.recipe import load_recipe
@@ -191,7 +193,9 @@ def bench(
 @click.option("--top-p", default=1.0, show_default=True, help="Keep the smallest set with this probability.")
 @click.option("--seed", default=0, show_default=True)
 @_json
-def generate(path: Path, prompt: str, chat: bool, max_new_tokens: int, capacity: int | None, as_json: bool, **options: Any) -> None:
+def generate(
+    path: Path, prompt: str, chat: bool, max_new_tokens: int, capacity: int | None, as_json: bool, **options: Any
+) -> None:
     """Continue a text with a checkpoint or an artifact, streaming."""
     from toolchain.runners.generate import Generation, Sampler, stream_text
     from toolchain.runners.open import open_runner
@@ -215,7 +219,9 @@ def generate(path: Path, prompt: str, chat: bool, max_new_tokens: int, capacity:
             click.echo(piece, nl=False)
             sys.stdout.flush()
     if as_json:
-        click.echo(json.dumps({"text": text, "finish": generation.finish, "prompt_tokens": len(ids)}, ensure_ascii=False))
+        click.echo(
+            json.dumps({"text": text, "finish": generation.finish, "prompt_tokens": len(ids)}, ensure_ascii=False)
+        )
         return
     click.echo()
     say(f"[{generation.finish}]")

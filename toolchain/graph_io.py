@@ -6,9 +6,11 @@ where the backend can. Rows are right-padded; a row's positions start at its `pa
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from toolchain.formats import FORMATS
 from toolchain.model.config import DecoderConfig
+from toolchain.tensor_file import TensorEntry
 
 Phase = Literal["prefill", "decode", "evaluation"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "evaluation")
@@ -76,3 +78,12 @@ def graph_io(config: DecoderConfig, phase: Phase, cache_dtype: str) -> GraphIO:
         *(TensorSpec(present_name(i, part), cache_dtype, cache) for i, part in parts),
     )
     return GraphIO(phase, inputs, outputs)
+
+
+def external_initializer(name: str, entry: TensorEntry) -> Any:
+    """An onnx_ir value that points into a data file beside the graph by offset and length."""
+    import onnx_ir as ir
+
+    dtype, shape = ir.DataType(FORMATS[entry.dtype].onnx_code), ir.Shape(entry.shape)
+    tensor = ir.ExternalTensor(entry.path.name, entry.offset, entry.length, dtype, shape=shape, name=name)
+    return ir.Value(name=name, const_value=tensor, type=ir.TensorType(dtype), shape=shape)

@@ -28,7 +28,7 @@ class _Section(pydantic.BaseModel, frozen=True, extra="forbid"):
     pass
 
 
-class Weights(_Section):
+class Weights(_Section, frozen=True):
     """How the matrices are stored. `skip` holds exact module names or glob patterns."""
 
     format: Literal["none", "int8"] = "none"
@@ -37,21 +37,21 @@ class Weights(_Section):
     skip: tuple[str, ...] = ("lm_head", "model.embed_tokens")
 
 
-class Activations(_Section):
+class Activations(_Section, frozen=True):
     """How the inputs of the quantized products are rounded; `token` is dynamic."""
 
     format: Literal["none", "int8"] = "none"
     granularity: Literal["token"] = "token"
 
 
-class KVCache(_Section):
+class KVCache(_Section, frozen=True):
     """How the cache is stored; the scale is static, per layer, for K and V apart."""
 
     format: Literal["none", "int8"] = "none"
     granularity: Literal["head", "tensor"] = "head"
 
 
-class Calibration(_Section):
+class Calibration(_Section, frozen=True):
     """Which text the statistics come from: `samples` blocks of `seq_len` tokens."""
 
     data: str = "calib_data/calibration.jsonl"
@@ -61,7 +61,7 @@ class Calibration(_Section):
     seed: int = 0
 
 
-class Range(_Section):
+class Range(_Section, frozen=True):
     """A dynamic dimension of an engine: min <= opt <= max."""
 
     min: int = pydantic.Field(default=1, ge=1)
@@ -75,7 +75,7 @@ class Range(_Section):
         return self
 
 
-class Engine(_Section):
+class Engine(_Section, frozen=True):
     """What the engine is compiled by and for."""
 
     backend: Literal["onnxruntime", "tensorrt-rtx"] = "onnxruntime"
@@ -86,16 +86,21 @@ class Engine(_Section):
     kv_capacity: int = pydantic.Field(default=2048, ge=2)
 
 
-class Gates(_Section):
-    """Bounds of one comparison; None is not gated. KL in nats, mean over positions."""
+class Gates(_Section, frozen=True):
+    """Bounds of one comparison; None is not gated. KL in nats, over positions.
+
+    `layer_error_median` (fake_quant alone) bounds the relative error of each layer fed the
+    candidate's own input: the test of an implementation whose activations or cache are rounded.
+    """
 
     kl_mean: float | None = None
     kl_p99: float | None = None
     top1_agreement: float | None = None
     max_abs_logit: float | None = None
+    layer_error_median: float | None = None
 
 
-class Parity(_Section):
+class Parity(_Section, frozen=True):
     """Which text the proof runs over, and the gates against each reference."""
 
     data: str = "calib_data/evaluation.jsonl"
@@ -105,9 +110,10 @@ class Parity(_Section):
     decode_steps: int = pydantic.Field(default=32, ge=1)
     eager: Gates = Gates()
     fake_quant: Gates = Gates()
+    self_consistency: Gates = Gates()
 
 
-class Bench(_Section):
+class Bench(_Section, frozen=True):
     """What is timed: each prompt length is followed by `new_tokens` decode steps."""
 
     prompt_lens: tuple[int, ...] = (32, 256)
@@ -118,7 +124,7 @@ class Bench(_Section):
     threads: int = pydantic.Field(default=0, ge=0)
 
 
-class Recipe(_Section):
+class Recipe(_Section, frozen=True):
     """A whole recipe with every default filled in."""
 
     schema_version: Literal[1]
@@ -197,7 +203,7 @@ def find_data(name: str) -> Path:
             return base / name
     raise DtoolError(
         f"no text at {name!r}",
-        expected="a .jsonl file, one {\"text\": ...} a line",
+        expected='a .jsonl file, one {"text": ...} a line',
         found="no such file",
         fix="run `dtool fetch calibration`, or name your own text with --set",
     )

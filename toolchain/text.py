@@ -273,9 +273,7 @@ def _passage(path: Path, number: int, line: str) -> Passage:
     return Passage(text, kind, source)
 
 
-def token_blocks(
-    texts: Sequence[Passage], tokenizer: Tokenizer, *, blocks: int, seq_len: int, seed: int
-) -> Array:
+def token_blocks(texts: Sequence[Passage], tokenizer: Tokenizer, *, blocks: int, seq_len: int, seed: int) -> Array:
     """int64 ids [blocks, seq_len], packed: documents of a kind one after the other, end tokens between.
 
     `seed` shuffles the documents within their kind. Blocks are taken in turn from every kind, so

@@ -51,9 +51,7 @@ def test_scales_of_a_quantized_embedding_are_looked_up_too(tmp_path):
 
 def test_bandwidth_use_counts_weights_once_and_each_rows_cache():
     step = memory.StepBytes(weight_bytes=1_000_000, row_bytes=0, kv_bytes_per_token=1000)
-    mbu = memory.bandwidth_utilization(
-        step, batch=2, prompt_tokens=95, new_tokens=9, tpot_ms=1.0, bandwidth_gb_s=2.4
-    )
+    mbu = memory.bandwidth_utilization(step, batch=2, prompt_tokens=95, new_tokens=9, tpot_ms=1.0, bandwidth_gb_s=2.4)
     assert mbu == pytest.approx((1_000_000 + 2 * 1000 * 100) / 1e-3 / 2.4e9)
 
 

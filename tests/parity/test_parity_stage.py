@@ -47,7 +47,7 @@ def test_a_faithful_export_passes_every_gate(passing):
     assert report.verdict == "passed", report.failure_text()
     pairs = {(row.reference, row.phase) for row in report.rows}
     wanted = {(name, phase) for name in ("eager", "fake_quant") for phase in MODEL_PHASES}
-    assert pairs == wanted | {("self", "self_consistency"), ("self", "kv_contract")}
+    assert pairs == wanted | {("self", "self_consistency"), ("self", "kv_contract"), ("fake_quant", "layers")}
     gated = {row.metric for row in report.rows if row.gate is not None and row.reference == "eager"}
     assert gated == {*TIGHT, "nonfinite_logits"}
 
@@ -75,7 +75,7 @@ def test_document_is_strict_json(passing):
 
 def test_page_has_a_line_per_phase_and_per_promise(passing):
     page = passing[0].page()
-    logits, gates, contract = page.parts
+    logits, gates, _layers, contract = page.parts
     assert page.verdict == "passed"
     assert len(logits.rows) == 9
     assert all(len(row) == len(logits.columns) for row in logits.rows)

@@ -158,7 +158,7 @@ def test_products_meet_dequantized_weights_directly(exported, tmp_path, name):
     products = [n for n in model.graph.node if n.op_type == "MatMul"]
     integer = 0
     for product in products:
-        stored = producers[producers[product.input[1]].input[0]] if producers[product.input[1]].input[0] in producers else None
+        stored = producers.get(producers[product.input[1]].input[0])
         integer += stored is not None and stored.op_type == "DequantizeLinear"
         if name == "per_token":
             assert producers[product.input[0]].op_type == "DequantizeLinear"
@@ -233,9 +233,7 @@ def test_doubled_cache_scale_changes_the_output(exported, tmp_path):
 def test_ranges_do_not_depend_on_the_batch_size(exported):
     decoder, _ = load_artifact_decoder(open_artifact(exported))
     blocks = random_ids(14, 6, 30)
-    one, six = (
-        calibrate_cache(decoder, blocks, batch=b, granularity="head", report=lambda _: None) for b in (1, 6)
-    )
+    one, six = (calibrate_cache(decoder, blocks, batch=b, granularity="head", report=lambda _: None) for b in (1, 6))
     for name, scale in one.items():
         torch.testing.assert_close(six[name], scale, rtol=1e-5, atol=0)
     tensor = calibrate_cache(decoder, blocks, batch=6, granularity="tensor", report=lambda _: None)

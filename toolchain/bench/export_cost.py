@@ -11,6 +11,7 @@ from typing import Any
 from toolchain.bench import measured
 from toolchain.errors import DtoolError
 from toolchain.model.hf import config_from_hf, parameter_shapes
+from toolchain.report import Page, Table
 from toolchain.tensor_file import build_header
 
 DTOOL = (sys.executable, "-m", "toolchain.cli")
@@ -107,3 +108,16 @@ def write_sparse_checkpoint(folder: Path, config_dict: Mapping[str, Any]) -> int
         stream.write(header)
         stream.truncate(max(offset + length for offset, length in ranges.values()))
     return sum(length for _, length in ranges.values())
+
+
+def cost_page(cost: Mapping[str, Any]) -> Page:
+    """What `measure_export` found, as a page."""
+    rows = (
+        ("CPU", f"{cost['cpu_s']:.2f} s"),
+        ("wall", f"{cost['wall_s']:.2f} s"),
+        ("peak memory", f"{cost['peak_rss_bytes'] / 1e6:,.0f} MB"),
+        ("written", f"{cost['bytes_written'] / 1e6:,.0f} MB"),
+        ("on disk", f"{cost['bytes_stored'] / 1e6:,.0f} MB"),
+    )
+    facts = (("model", str(cost["model"])), ("recipe", str(cost["recipe"])))
+    return Page("Cost of a cold export", facts=facts, parts=(Table("", ("what", "value"), rows),))

@@ -235,8 +235,7 @@ def _assemble(
         },
         environment=environment,
         settings=bench,
-        formulas=FORMULAS
-        | {"mbu": MBU_FORMULA, "memory_bandwidth_gb_s": BANDWIDTH_METHOD, "speedup": SPEEDUP_FORMULA},
+        formulas=FORMULAS | {"mbu": MBU_FORMULA, "memory_bandwidth_gb_s": BANDWIDTH_METHOD, "speedup": SPEEDUP_FORMULA},
         notes=notes,
     )
 

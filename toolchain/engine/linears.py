@@ -49,7 +49,7 @@ def _linear(node: ir.Node) -> Linear:
     if dequantize is None:
         assert stored is not None
         return Linear("float", x, str(stored.name), None, node, node.outputs[0])
-    if dequantize.op_type == "Cast" or dequantize.op_type != "DequantizeLinear":
+    if dequantize.op_type != "DequantizeLinear":
         raise _unknown(node)
     codes, scale = dequantize.inputs[:2]
     assert codes is not None
@@ -82,6 +82,6 @@ def _unknown(node: ir.Node) -> DtoolError:
     return DtoolError(
         f"the product {node.name!r} has a form the embedded backend does not know",
         expected="a matrix stored as dtool writes it, in float32",
-        found=f"inputs made by {[v.producer().op_type if v is not None and v.producer() else None for v in node.inputs]}",  # type: ignore[union-attr]
+        found=f"inputs {[v.name for v in node.inputs if v is not None]}",
         fix="give an artifact dtool exported with compute_dtype float32",
     )

@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
 from toolchain.artifact import Artifact, Draft
 from toolchain.engine.linears import Linear, find_linears, group_linears
 from toolchain.errors import DtoolError
-from toolchain.formats import FORMATS
-from toolchain.graph_io import GRAPH_FILES, PHASES, Phase
+from toolchain.graph_io import GRAPH_FILES, PHASES, Phase, external_initializer
 from toolchain.model.config import DecoderConfig
 from toolchain.numerics import INT8_QMAX, SMALLEST_SCALE
 from toolchain.ops.function_body import OP_TYPE
-from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry, build_header, read_header, read_tensor, tensor_bytes, write_stream
 
 WEIGHTS, ROPE = "weights.safetensors", "rope.safetensors"
@@ -59,9 +58,7 @@ class RewrittenGraphs:
     products: dict[str, int] = field(default_factory=dict)
 
 
-def build_onnxruntime(
-    source: Artifact, recipe: Recipe, draft: Draft, report: Callable[[str], None]
-) -> dict[str, object]:
+def build_onnxruntime(source: Artifact, draft: Draft, report: Callable[[str], None]) -> dict[str, object]:
     """Write the three graphs and their weights into the draft; the engine report's data."""
     compute = source.manifest.details["compute_dtype"]
     if compute != "float32":
@@ -78,10 +75,11 @@ def build_onnxruntime(
     report(f"{sum(shared.products.values())} products merged or made integer")
     (draft.path / ROPE).write_bytes(source.file(ROPE).read_bytes())
     entries = read_header(draft.path / WEIGHTS)
-    for phase, model in models.items():
+    for phase in PHASES:
+        model = models[phase]
         for name, value in model.graph.initializers.items():
             if name in entries:
-                value.const_value = _external(name, entries[name])
+                value.const_value = external_initializer(name, entries[name]).const_value
         data = ir.serde.serialize_model(model).SerializeToString(deterministic=True)
         (draft.path / GRAPH_FILES[phase]).write_bytes(data)
     return {
@@ -94,7 +92,6 @@ def build_onnxruntime(
 
 def probe_integer_products() -> bool:
     """Whether this CPU multiplies uint8 by int8 exactly (it has VNNI or the like)."""
-    import onnx
     import onnxruntime
 
     node = onnx.helper.make_node("MatMulInteger", ["a", "b", "z"], ["y"])
@@ -107,11 +104,11 @@ def probe_integer_products() -> bool:
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     a, b = np.full((2, 64), 255, np.uint8), np.full((64, 32), 127, np.int8)
     (product,) = session.run(None, {"a": a, "b": b})
-    return bool((product == 127 * 127 * 64).all())
+    return bool(np.all(product == 127 * 127 * 64))
 
 
 def _rewrite(path: Path, phase: Phase, shared: RewrittenGraphs) -> ir.Model:
-    model = ir.serde.deserialize_model(ir.serde.onnx.load(path, load_external_data=False))
+    model = ir.serde.deserialize_model(onnx.load(path, load_external_data=False))
     rewriter = _Rewriter(model.graph, phase, shared)
     rewriter.embedding()
     for group in group_linears(find_linears(model.graph)):
@@ -122,15 +119,12 @@ def _rewrite(path: Path, phase: Phase, shared: RewrittenGraphs) -> ir.Model:
     for name in model.graph.initializers:
         if name in shared.source:
             entry = shared.source[name]
-            shared.stored.setdefault(name, StoredTensor(entry.dtype, entry.shape, functools.partial(read_tensor, entry)))
+            shared.stored.setdefault(
+                name, StoredTensor(entry.dtype, entry.shape, functools.partial(read_tensor, entry))
+            )
     model.graph.opset_imports[MICROSOFT] = 1
     model.graph.opset_imports.pop("dtool", None)
     return model
-
-
-def _external(name: str, entry: TensorEntry) -> ir.ExternalTensor:
-    dtype = ir.DataType(FORMATS[entry.dtype].onnx_code)
-    return ir.ExternalTensor(entry.path.name, entry.offset, entry.length, dtype, shape=ir.Shape(entry.shape), name=name)
 
 
 class _Rewriter:
@@ -157,18 +151,19 @@ class _Rewriter:
 
     def constant(self, name: str, value: np.ndarray) -> ir.Value:
         """A small initializer kept inside the graph."""
-        return self._initializer(f"embedded.{name}", ir.tensor(value, name=f"embedded.{name}"))
+        name = f"embedded.{name}"
+        if name not in self.graph.initializers:
+            tensor = ir.tensor(value, name=name)
+            typed = {"type": ir.TensorType(tensor.dtype), "shape": ir.Shape(value.shape)}
+            self.graph.initializers[name] = ir.Value(name=name, const_value=tensor, **typed)
+        return self.graph.initializers[name]
 
     def stored(self, name: str, tensor: StoredTensor) -> ir.Value:
         """An initializer that will lie in the weights file."""
         self.shared.stored.setdefault(name, tensor)
-        shape, code = ir.Shape(tensor.shape), ir.DataType(FORMATS[tensor.dtype].onnx_code)
-        return self._initializer(name, ir.ExternalTensor(WEIGHTS, 0, 0, code, shape=shape, name=name))
-
-    def _initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-        if name not in self.graph.initializers:
-            value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
-            self.graph.initializers[name] = value
+        if name not in self.graph.initializers:  # its place in the file is known once all are written
+            entry = TensorEntry(Path(WEIGHTS), tensor.dtype, tensor.shape, 0, 0)
+            self.graph.initializers[name] = external_initializer(name, entry)
         return self.graph.initializers[name]
 
     # ---- matrices ----
@@ -216,7 +211,8 @@ class _Rewriter:
             if dequantize is None and tied:
                 rows = self._columns([str(table.name)], ids)
             elif dequantize is not None and dequantize.op_type == "DequantizeLinear":
-                rows = self._integer_rows(*(str(v.name) for v in dequantize.inputs[:2] if v is not None), ids)
+                codes, scale = (str(v.name) for v in dequantize.inputs[:2] if v is not None)
+                rows = self._integer_rows(codes, scale, ids)
             else:
                 continue
             ir.convenience.replace_all_uses_with(node.outputs[0], rows)
@@ -271,8 +267,8 @@ class _Rewriter:
         scale = self.op("Div", amax, self.constant("qmax", np.array(INT8_QMAX, np.float32)))
         ratio = self.op("Div", x, scale)
         codes = self.op("QuantizeLinear", ratio, one, zero)
+        step = self.constant("second_step", np.array(1 / SECOND_DIGIT, np.float32))
         if digits == 2:
-            step = self.constant("second_step", np.array(1 / SECOND_DIGIT, np.float32))
             rest = self.op("Sub", ratio, self.op("DequantizeLinear", codes, one, zero))
             codes = self.op("Concat", codes, self.op("QuantizeLinear", rest, step, zero), axis=0)
         weight_zero = zero if self.shared.unsigned_weights else None

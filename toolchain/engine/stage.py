@@ -41,7 +41,7 @@ def build_engine(source: Path, recipe: Recipe, out: Path, *, force: bool = False
         if recipe.engine.backend == "onnxruntime":
             from toolchain.engine.onnxruntime import build_onnxruntime
 
-            document, timings = build_onnxruntime(artifact, recipe, draft, report), {}
+            document, timings = build_onnxruntime(artifact, draft, report), {}
         else:
             document, timings = _build_tensorrt_rtx(artifact, recipe, draft, targets, report)
         draft.write_json(REPORT, _report_head(draft) | document)

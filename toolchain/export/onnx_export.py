@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
-import onnxscript
 import torch
+from onnxscript import evaluator
 from torch import nn
 
 from toolchain.errors import DtoolError
@@ -41,7 +41,7 @@ class _TracedModel(nn.Module):
         super().__init__()
         self.decoder = decoder
 
-    def forward(self, input_ids, past_lengths, new_lengths, past_key, past_value, cos, sin):  # noqa: ANN001, ANN201
+    def forward(self, input_ids, past_lengths, new_lengths, past_key, past_value, cos, sin):  # noqa: ANN001, ANN202
         decoder = self.decoder
         x_BTE = decoder.model.embed_tokens(input_ids)
         x_BTE, cache = decoder.model.layers[0](x_BTE, (cos, sin), past_lengths, (past_key, past_value))
@@ -110,7 +110,7 @@ class _quiet_exporter:  # noqa: N801 - a context manager
 
 def _attention_node(q, k, v, cos, sin, past, key, value, *_, **__):  # noqa: ANN001, ANN002, ANN003, ANN202
     """Emit the op itself; its attributes are set when the layer is stamped."""
-    tape = onnxscript.evaluator.default()
+    tape = evaluator.default()
     node = ir.Node(DOMAIN, OP_TYPE, [q, k, v, cos, sin, past, key, value], num_outputs=3, version=1)
     tape.nodes.append(node)  # type: ignore[attr-defined]
     return list(node.outputs)
@@ -140,7 +140,9 @@ def build_graph(
 ) -> tuple[ir.Model, GraphIO]:
     """The ONNX model of one phase; `initializers` holds every parameter and the RoPE tables by name."""
     compute = next(
-        f.name for f in FORMATS.values() if f.onnx_code == int(traced.graph.inputs[3].dtype)  # type: ignore[arg-type]
+        f.name
+        for f in FORMATS.values()
+        if f.onnx_code == int(traced.graph.inputs[3].dtype)  # type: ignore[arg-type]
     )
     contract = graph_io(config, phase, compute)
     graph = _Stamper(traced, config, phase, initializers, contract).build()
@@ -218,7 +220,9 @@ class _Stamper:
             tensor = self.available.get(name, value.const_value)
             if tensor is None:
                 raise DtoolError(f"the graph needs {name!r}, which no weight fills")
-            self.used[name] = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape))
+            self.used[name] = ir.Value(
+                name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape)
+            )
         return self.used[name]
 
     def _graph(self) -> ir.Graph:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from toolchain.artifact import Artifact, check_output, create_artifact, hash_file, open_artifact, stage_key
 from toolchain.export.weights import checkpoint_identity, write_weights
-from toolchain.graph_io import CACHE_LAYOUT, GRAPH_FILES, PHASES, graph_io
+from toolchain.graph_io import CACHE_LAYOUT, GRAPH_FILES, PHASES, external_initializer, graph_io
 from toolchain.model.config import DecoderConfig
 from toolchain.model.hf import Checkpoint, open_checkpoint
 from toolchain.recipe import Recipe
+from toolchain.tensor_file import TensorEntry
 
 STAGE = "export"
 PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
@@ -68,23 +69,17 @@ def kv_contract(config: DecoderConfig, cache_dtype: str) -> dict[str, object]:
     }
 
 
-def write_graphs(folder: Path, config: DecoderConfig, compute_dtype: str, entries: dict) -> None:  # type: ignore[type-arg]
+def write_graphs(folder: Path, config: DecoderConfig, compute_dtype: str, entries: dict[str, TensorEntry]) -> None:
     """Trace the decoder once and write the graph of every phase, all pointing into the data files."""
     import onnx_ir as ir
 
     from toolchain.export.onnx_export import ROPE_INITIALIZERS, build_graph, trace_decoder
-    from toolchain.formats import FORMATS
     from toolchain.model.rope import rope_tables
     from toolchain.tensor_file import write_tensors
 
-    tables = dict(zip(ROPE_INITIALIZERS, rope_tables(config), strict=True))
+    tables: dict[str, object] = dict(zip(ROPE_INITIALIZERS, rope_tables(config), strict=True))
     entries = entries | write_tensors(folder / ROPE, tables)
-    initializers = {
-        name: ir.ExternalTensor(
-            e.path.name, e.offset, e.length, ir.DataType(FORMATS[e.dtype].onnx_code), shape=ir.Shape(e.shape), name=name
-        )
-        for name, e in entries.items()
-    }
+    initializers = {name: external_initializer(name, e).const_value for name, e in entries.items()}
     traced = trace_decoder(config, compute_dtype)
     for phase in PHASES:
         model, contract = build_graph(traced, config, phase, initializers)

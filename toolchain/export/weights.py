@@ -8,7 +8,16 @@ from pathlib import Path
 from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS, format_named
 from toolchain.model.hf import Checkpoint
-from toolchain.tensor_file import Chunk, TensorEntry, build_header, hash_zeros, read_chunks, read_header, tensor_bytes, write_stream
+from toolchain.tensor_file import (
+    Chunk,
+    TensorEntry,
+    build_header,
+    hash_zeros,
+    read_chunks,
+    read_header,
+    tensor_bytes,
+    write_stream,
+)
 
 
 @dataclass(frozen=True, slots=True)

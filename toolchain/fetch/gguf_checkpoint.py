@@ -216,9 +216,7 @@ def _expected_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     return shapes
 
 
-def _dequantized(
-    tensors: dict[str, "ReaderTensor"], config: dict[str, Any]
-) -> Iterator[tuple[str, "np.ndarray"]]:
+def _dequantized(tensors: dict[str, "ReaderTensor"], config: dict[str, Any]) -> Iterator[tuple[str, "np.ndarray"]]:
     """(name, fp32 values, C order) of each tensor in the order of the names, rows of q and k put back."""
     import numpy as np
     from gguf import dequantize

@@ -34,6 +34,20 @@ def attention_spec(config: DecoderConfig, cache_format: str = "none") -> Attenti
     )
 
 
+class Linear(nn.Linear):
+    """A matrix whose values always come from a file, so none are drawn."""
+
+    def reset_parameters(self) -> None:
+        """Leave the memory as it is."""
+
+
+class Embedding(nn.Embedding):
+    """A table whose values always come from a file, so none are drawn."""
+
+    def reset_parameters(self) -> None:
+        """Leave the memory as it is."""
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * w, computed in float32 (arXiv 1910.07467 eq. 4)."""
 
@@ -55,10 +69,10 @@ class Attention(nn.Module):
         self.spec = attention_spec(config)
         hidden, bias = config.hidden_size, config.attention_bias
         width, kv_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(hidden, width, bias=bias)
-        self.k_proj = nn.Linear(hidden, kv_width, bias=bias)
-        self.v_proj = nn.Linear(hidden, kv_width, bias=bias)
-        self.o_proj = nn.Linear(width, hidden, bias=bias)
+        self.q_proj = Linear(hidden, width, bias=bias)
+        self.k_proj = Linear(hidden, kv_width, bias=bias)
+        self.v_proj = Linear(hidden, kv_width, bias=bias)
+        self.o_proj = Linear(width, hidden, bias=bias)
         self.k_scale: torch.Tensor | None = None
         self.v_scale: torch.Tensor | None = None
 
@@ -81,9 +95,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.gate_proj = Linear(hidden, inner, bias=bias)
+        self.up_proj = Linear(hidden, inner, bias=bias)
+        self.down_proj = Linear(inner, hidden, bias=bias)
 
     def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
@@ -112,7 +126,7 @@ class Trunk(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -124,7 +138,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Trunk(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.rope: LayerCache = rope_tables(config)

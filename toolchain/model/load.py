@@ -52,9 +52,7 @@ def empty_decoder(config: DecoderConfig) -> Decoder:
         return Decoder(config).eval()
 
 
-def fill_parameters(
-    decoder: Decoder, tensors: Mapping[str, TensorEntry], dtype: str, *, partial: bool = False
-) -> None:
+def fill_parameters(decoder: Decoder, tensors: Mapping[str, TensorEntry], dtype: str, *, partial: bool = False) -> None:
     """Load each tensor into the parameter of its name; a tied head follows the embedding."""
     target = format_named(dtype).torch_dtype
     for name, entry in tensors.items():

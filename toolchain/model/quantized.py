@@ -1,7 +1,7 @@
 """The exact arithmetic of quantized layers, as torch modules: what the graphs must compute.
 
-    weight-only      y = x (codes * scale)^T                       one scale per output channel
-    per token        s = max|x| / 127,  q = clamp(round(x / s));  y = s * (q (codes * scale)^T)
+weight-only      y = x (codes * scale)^T                       one scale per output channel
+per token        s = max|x| / 127,  q = clamp(round(x / s));  y = s * (q (codes * scale)^T)
 """
 
 from typing import Any

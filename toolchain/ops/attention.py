@@ -52,7 +52,7 @@ def rotate(x_BTND: torch.Tensor, cos_BT1R: torch.Tensor, sin_BT1R: torch.Tensor)
     return torch.cat(rotated, dim=-1)
 
 
-def attend_in_place(  # noqa: PLR0913 - the op's inputs
+def attend_in_place(
     q_BTE: torch.Tensor,
     k_BTE: torch.Tensor,
     v_BTE: torch.Tensor,
@@ -114,7 +114,7 @@ def _store(
 
 
 @torch.library.custom_op("dtool::fused_attention", mutates_args=())
-def fused_attention(  # noqa: PLR0913 - the op's inputs
+def fused_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -137,5 +137,5 @@ def fused_attention(  # noqa: PLR0913 - the op's inputs
 
 
 @fused_attention.register_fake
-def _shapes(q, k, v, cos, sin, past_lengths, past_key, past_value, *_):  # noqa: ANN001, ANN202, ANN002, PLR0913
+def _shapes(q, k, v, cos, sin, past_lengths, past_key, past_value, *_):  # noqa: ANN001, ANN002, ANN202, ARG001
     return torch.empty_like(q), torch.empty_like(past_key), torch.empty_like(past_value)

@@ -3,8 +3,9 @@
 The very file that goes to TensorRT carries this body, so it also runs in ONNX Runtime and passes
 the checker. Rules learnt the hard way: an explicit mask (ONNX `is_causal` aligns to the upper left
 once a cache is there); one output per Attention; formal names with a prefix of their own; as many
-inputs on the node as the function has; sizes baked in, since a Reshape target cannot be an attribute. The poison guard keeps whatever lies in slots beyond the
-valid length (0 * NaN = NaN) out of the products.
+inputs on the node as the function has; sizes baked in, since a Reshape target cannot be an
+attribute. The poison guard keeps whatever lies in slots beyond the valid length out of the
+products (0 * NaN is NaN).
 """
 
 import onnx
@@ -48,7 +49,7 @@ _SPLIT = """
   fa_{x}_ready = Transpose <perm=[0, 2, 1, 3]> (fa_{x}_split)
 """
 
-_STORE = "  fa_present_{name} = TensorScatter <axis=2, mode=\"linear\"> (fa_past_{name}, fa_{x}_ready, fa_past_lengths)\n"
+_STORE = '  fa_present_{name} = TensorScatter <axis=2, mode="linear"> (fa_past_{name}, fa_{x}_ready, fa_past_lengths)\n'
 
 _STORE_INT8 = """
   fa_{x}_scale_shape = Constant <value_ints=[{heads}, 1, 1]> ()

@@ -218,9 +218,7 @@ def _as_torch(values: Array, dtype: Any) -> Any:
 
 def _differing(first: Walk, second: Walk) -> float:
     """Logits that differ in any bit, or are not finite, between two walks."""
-    pairs = [
-        pair for a, b in zip(first.logits, second.logits, strict=True) for pair in zip(a, b, strict=True)
-    ]
+    pairs = [pair for a, b in zip(first.logits, second.logits, strict=True) for pair in zip(a, b, strict=True)]
     return float(sum(_unequal(a, b) + int((~np.isfinite(a)).sum()) for a, b in pairs))
 
 

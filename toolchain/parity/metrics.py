@@ -26,7 +26,7 @@ from toolchain.recipe import Gates
 Array = np.ndarray[Any, Any]
 CHUNK_POSITIONS = 64
 NO_TARGET = -1
-SMALLER_IS_BETTER = ("kl_mean", "kl_p99", "max_abs_logit")
+SMALLER_IS_BETTER = ("kl_mean", "kl_p99", "max_abs_logit", "layer_error_median")
 LARGER_IS_BETTER = ("top1_agreement",)
 
 

@@ -16,6 +16,7 @@ import pydantic
 from toolchain.artifact import Artifact, open_artifact
 from toolchain.errors import DtoolError, name_list
 from toolchain.numerics import UNIT_ROUNDOFF, logit_tolerance
+from toolchain.parity import layerwise
 from toolchain.parity.compare import SHORTEST, Batch, PhaseLogits, logits_at, plan_batches, run_phases
 from toolchain.parity.kv_contract import PHASE as KV_PHASE
 from toolchain.parity.kv_contract import check_kv_contract
@@ -34,7 +35,12 @@ SELF, SELF_PHASE = "self", "self_consistency"
 TEXT_SEED = 0
 FIRST_IDS = 8
 SHAPE_FIELDS = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
 )
 
 
@@ -116,8 +122,9 @@ def run_parity(
         report(f"{label}: {value}")
     batches = plan_batches(blocks, min(recipe.parity.batch, _limits(runner).max_batch or recipe.parity.batch))
     collected = _walk(runner, references, batches, recipe.parity.decode_steps, report)
-    gates = {r.name: r.gates for r in references} | {SELF: recipe.parity.fake_quant}
+    gates = {r.name: r.gates for r in references} | {SELF: recipe.parity.self_consistency}
     rows = _rows(artifact, runner, collected, gates)
+    rows += _layer_rows(artifact, references, blocks)
     finite_slots = bool(artifact.manifest.kv_contract.get("finite_slots", False))
     rows += check_kv_contract(runner, finite_slots=finite_slots)
     failed = any(not row.passed for row in rows)
@@ -270,6 +277,18 @@ def _rows(
         for (reference, phase), comparison in collected.items():
             if reference == name:
                 rows += gate_rows(name, phase, comparison.metrics(tolerance), bounds)
+    return rows
+
+
+def _layer_rows(artifact: Artifact, references: list[_Reference], blocks: Array) -> list[Row]:
+    """Every layer fed the candidate's own input, against the exact arithmetic; none without that reference."""
+    rows: list[Row] = []
+    for reference in references:
+        runner = reference.runner
+        if reference.name == "fake_quant" and isinstance(runner, EagerRunner):
+            ids_BT = blocks[: layerwise.ROWS, : layerwise.TOKENS]
+            errors = layerwise.layer_errors(artifact, runner.decoder, runner.cache_format, ids_BT)
+            rows += layerwise.layer_rows(errors, reference.gates)
     return rows
 
 

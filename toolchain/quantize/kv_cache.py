@@ -50,4 +50,6 @@ def _scale(name: str, amax_K: torch.Tensor, granularity: str) -> torch.Tensor:
     try:
         return scale_from_amax(amax_K)
     except ValueError as error:
-        raise DtoolError(f"{name} cannot be calibrated", found=str(error), fix="check the weights for inf or NaN") from error
+        raise DtoolError(
+            f"{name} cannot be calibrated", found=str(error), fix="check the weights for inf or NaN"
+        ) from error

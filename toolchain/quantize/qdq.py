@@ -10,27 +10,23 @@ have static scales (TensorRT), and the surrounding ordinary operators fuse.
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from toolchain.formats import FORMATS
-from toolchain.graph_io import Phase, graph_io
+from toolchain.graph_io import Phase, external_initializer, graph_io
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import attention_spec
 from toolchain.model.quantized import KV_SCALES, SCALE_SUFFIX
 from toolchain.numerics import INT8_QMAX, SMALLEST_SCALE
 from toolchain.ops.function_body import DOMAIN, INPUTS, OP_TYPE, function_body, node_attributes
-from toolchain.quantize.plan import QuantizePlan
+from toolchain.quantize.plan import EMBEDDING, HEAD, QuantizePlan
 from toolchain.tensor_file import TensorEntry
 
 _FLOAT = ir.DataType.FLOAT
-
-
-def external_tensor(name: str, entry: TensorEntry) -> ir.ExternalTensor:
-    """An initializer that points into a data file beside the graph."""
-    dtype = ir.DataType(FORMATS[entry.dtype].onnx_code)
-    return ir.ExternalTensor(entry.path.name, entry.offset, entry.length, dtype, shape=ir.Shape(entry.shape), name=name)
 
 
 class GraphQuantizer:
@@ -57,7 +53,7 @@ class GraphQuantizer:
             if name in self.weights:
                 self._quantize_weight(value)
             elif name in self.entries:
-                value.const_value = external_tensor(name, self.entries[name])
+                value.const_value = external_initializer(name, self.entries[name]).const_value
         if cache_format != "none":
             self._quantize_cache(phase, cache_format)
 
@@ -68,21 +64,20 @@ class GraphQuantizer:
         scale = self._initializer(name + SCALE_SUFFIX)
         dequantized: dict[bool, ir.Value] = {}
         for user in users:
-            product = next(iter(user.outputs[0].uses())).node if user.op_type == "Transpose" else user
-            module = "lm_head" if str(product.outputs[0].name) == "logits" or self._is_head(user, name) else name.removesuffix(".weight")
-            per_token = module in self.plan.per_token and product.op_type == "MatMul"
+            is_product = user.op_type == "Transpose"
+            product = next(iter(user.outputs[0].uses())).node if is_product else user
+            module = name.removesuffix(".weight")
+            if is_product and module == EMBEDDING:
+                module = HEAD  # the tied matrix as the head
+            per_token = is_product and module in self.plan.per_token
             if per_token not in dequantized:
                 dequantized[per_token] = self._dequantize(codes, scale, user, cast=not per_token)
             user.replace_input_with(0, dequantized[per_token])
             if per_token:
                 self._round_activation(product)
 
-    def _is_head(self, user: ir.Node, name: str) -> bool:
-        return user.op_type == "Transpose" and name.startswith("model.embed_tokens")
-
     def _initializer(self, name: str, replaces: ir.Value | None = None) -> ir.Value:
-        tensor = external_tensor(name, self.entries[name])
-        value = ir.Value(name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape)
+        value = external_initializer(name, self.entries[name])
         if replaces is not None:
             del self.graph.initializers[name]
         self.graph.initializers.setdefault(name, value)
@@ -91,12 +86,11 @@ class GraphQuantizer:
     def _constant(self, name: str, value: np.ndarray) -> ir.Value:
         if name not in self.graph.initializers:
             tensor = ir.tensor(value, name=name)
-            self.graph.initializers[name] = ir.Value(
-                name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=tensor.shape
-            )
+            typed = {"type": ir.TensorType(tensor.dtype), "shape": ir.Shape(value.shape)}
+            self.graph.initializers[name] = ir.Value(name=name, const_value=tensor, **typed)
         return self.graph.initializers[name]
 
-    def _insert(self, before: ir.Node, op: str, inputs: list[ir.Value], name: str, **attributes: object) -> ir.Value:
+    def _insert(self, before: ir.Node, op: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Value:
         node = ir.Node("", op, inputs, ir.convenience.convert_attributes(attributes), num_outputs=1, name=name)
         node.outputs[0].name = name
         self.graph.insert_before(before, node)
@@ -122,7 +116,16 @@ class GraphQuantizer:
         scaled = ir.Node("", "Mul", [output, scale], num_outputs=1, name=f"{name}_scaled")
         nodes = [scaled]
         if self.compute != _FLOAT:
-            nodes.append(ir.Node("", "Cast", [scaled.outputs[0]], ir.convenience.convert_attributes({"to": int(self.compute)}), num_outputs=1, name=f"{name}_cast"))
+            nodes.append(
+                ir.Node(
+                    "",
+                    "Cast",
+                    [scaled.outputs[0]],
+                    ir.convenience.convert_attributes({"to": int(self.compute)}),
+                    num_outputs=1,
+                    name=f"{name}_cast",
+                )
+            )
             scaled.outputs[0].name = f"{name}_float"
         final = nodes[-1].outputs[0]
         final.name = name
@@ -170,9 +173,16 @@ class GraphQuantizer:
 
 
 def quantize_graph(
-    path: Path, config: DecoderConfig, plan: QuantizePlan, entries: Mapping[str, TensorEntry], phase: Phase, *, compute_dtype: str, cache_format: str
+    path: Path,
+    config: DecoderConfig,
+    plan: QuantizePlan,
+    entries: Mapping[str, TensorEntry],
+    phase: Phase,
+    *,
+    compute_dtype: str,
+    cache_format: str,
 ) -> bytes:
     """The bytes of the quantized graph made from the exported one at `path`."""
-    model = ir.serde.deserialize_model(ir.serde.onnx.load(path, load_external_data=False))
+    model = ir.serde.deserialize_model(onnx.load(path, load_external_data=False))
     GraphQuantizer(model, config, plan, entries, compute_dtype).run(phase, cache_format)
     return ir.serde.serialize_model(model).SerializeToString(deterministic=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
-from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, graph_io
+from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, TensorSpec, graph_io
 from toolchain.model.config import DecoderConfig
 from toolchain.runners.runner import Array, KVState, Limits, check_state, check_step
 
@@ -37,6 +37,7 @@ class OnnxRunner:
         self.limits = Limits(target.get("max_batch"), target.get("max_prompt"), target.get("kv_capacity"))
         self.threads = threads
         self.sessions: dict[Phase, Any] = {}
+        self.contracts: dict[Phase, GraphIO] = {}
 
     def new_state(self, batch: int, capacity: int) -> KVState:
         import onnxruntime
@@ -50,26 +51,41 @@ class OnnxRunner:
         return KVState(capacity, np.zeros(batch, np.int64), caches)
 
     def step(self, state: KVState, input_ids: Array, new_lengths: Array, phase: Phase) -> Array:
+        import onnxruntime
+
         check_step(self.config, self.limits, state, input_ids, new_lengths, phase)
-        session = self.session(phase)
-        binding = session.io_binding()
+        session, binding = self.session(phase), self._binding(state, phase)
         feeds = {"input_ids": input_ids, "past_lengths": state.lengths, "new_lengths": new_lengths}
-        contract = self.contract(phase)
-        fixed = len(contract.inputs) - len(state.caches)
-        for spec in contract.inputs[:fixed]:
+        for spec in self._fixed_inputs(phase):
             binding.bind_cpu_input(spec.name, np.ascontiguousarray(feeds[spec.name]))
-        for spec, cache in zip(contract.inputs[fixed:], state.caches, strict=True):
-            binding.bind_ortvalue_input(spec.name, cache)
-        binding.bind_output("logits")
-        for spec, cache in zip(contract.outputs[1:], state.caches, strict=True):
-            binding.bind_ortvalue_output(spec.name, cache)
+        rows = input_ids.shape[1] if phase == "evaluation" else 1
+        logits = np.empty((state.batch, rows, self.config.vocab_size), np.float32)
+        binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits))  # its own memory
         session.run_with_iobinding(binding)
         state.lengths = state.lengths + new_lengths
-        return binding.get_outputs()[0].numpy()
+        return logits
+
+    def _binding(self, state: KVState, phase: Phase) -> Any:
+        """The state's binding for a phase: its caches are bound once, as input and output at the same time."""
+        if phase not in state.bindings:
+            binding, contract = self.session(phase).io_binding(), self.contract(phase)
+            fixed = len(contract.inputs) - len(state.caches)
+            for spec, cache in zip(contract.inputs[fixed:], state.caches, strict=True):
+                binding.bind_ortvalue_input(spec.name, cache)
+            for spec, cache in zip(contract.outputs[1:], state.caches, strict=True):
+                binding.bind_ortvalue_output(spec.name, cache)
+            state.bindings[phase] = binding
+        return state.bindings[phase]
+
+    def _fixed_inputs(self, phase: Phase) -> tuple[TensorSpec, ...]:
+        inputs = self.contract(phase).inputs
+        return inputs[: len(inputs) - 2 * self.config.num_hidden_layers]
 
     def contract(self, phase: Phase) -> GraphIO:
         """The inputs and outputs of a phase."""
-        return graph_io(self.config, phase, self.cache_dtype)
+        if phase not in self.contracts:
+            self.contracts[phase] = graph_io(self.config, phase, self.cache_dtype)
+        return self.contracts[phase]
 
     def session(self, phase: Phase) -> Any:
         """The session of a phase, made on first use."""

@@ -19,11 +19,15 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(slots=True)
 class KVState:
-    """A linear cache of `capacity` slots per row; `lengths` [B] tokens are valid. Belongs to one runner."""
+    """A linear cache of `capacity` slots per row; `lengths` [B] tokens are valid. Belongs to one runner.
+
+    `bindings` is the backend's own: what it prepared once for these caches.
+    """
 
     capacity: int
     lengths: Array
     caches: Any = field(repr=False)
+    bindings: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def batch(self) -> int:
@@ -34,8 +38,12 @@ class KVState:
 class Runner(Protocol):
     """A backend that runs one model."""
 
-    config: DecoderConfig
     name: str
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model's config."""
+        ...
 
     def new_state(self, batch: int, capacity: int) -> KVState:
         """An empty cache. Raises DtoolError outside what the engine was built for."""
@@ -81,7 +89,9 @@ def check_step(
     if new_lengths.shape != (state.batch,) or new_lengths.min() < 1 or new_lengths.max() > tokens:
         raise DtoolError("new_lengths do not fit", expected=f"[{state.batch}] of 1..{tokens}", found=str(new_lengths))
     if ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise DtoolError("a token id is outside the vocabulary", expected=f"0..{config.vocab_size - 1}", found=str(ids.max()))
+        raise DtoolError(
+            "a token id is outside the vocabulary", expected=f"0..{config.vocab_size - 1}", found=str(ids.max())
+        )
     if phase != "decode" and limits.max_prompt is not None and tokens > limits.max_prompt:
         raise _outside("prompt length", tokens, limits.max_prompt)
     needed = int(state.lengths.max()) + tokens

@@ -1,0 +1,67 @@
+"""Layers on their own: exact where logits drift apart, and blind to nothing that matters."""
+
+import shutil
+
+import numpy as np
+import pytest
+from tiny_parity import VOCAB, make_recipe
+
+from toolchain.artifact import open_artifact
+from toolchain.engine.stage import build_engine
+from toolchain.model.load import load_artifact_decoder
+from toolchain.parity.layerwise import layer_errors, layer_rows
+from toolchain.quantize.stage import quantize_artifact
+from toolchain.recipe import Gates
+from toolchain.tensor_file import read_header
+
+INTEGER = {
+    "weights": {"format": "int8", "skip": []},
+    "activations": {"format": "int8"},
+    "kv_cache": {"format": "int8"},
+    "engine": {"kv_capacity": 64, "prompt_len": {"min": 1, "opt": 8, "max": 64}},
+}
+IDS = np.random.default_rng(3).integers(0, VOCAB, (2, 40))
+
+
+@pytest.fixture(scope="module")
+def quantized(exported, text_file, tmp_path_factory):
+    calibration = {"data": str(text_file), "samples": 4, "seq_len": 30}
+    out = tmp_path_factory.mktemp("layers") / "q"
+    quantize_artifact(exported, make_recipe(**INTEGER, calibration=calibration), out, report=lambda _: None)
+    return out
+
+
+def errors(candidate, source):
+    decoder, cache_format = load_artifact_decoder(open_artifact(source))
+    return layer_errors(open_artifact(candidate), decoder, cache_format, IDS)
+
+
+def test_graph_and_engine_of_integer_products_are_exact_layer_by_layer(quantized, tmp_path):
+    engine = build_engine(quantized, make_recipe(**INTEGER), tmp_path / "e", report=lambda _: None)
+    for candidate in (quantized, engine.path):
+        found = errors(candidate, quantized)
+        assert found.shape == (2, 2 * 40)
+        assert np.median(found, axis=1).max() < 2e-6
+
+
+def test_float_export_is_exact_layer_by_layer(exported):
+    assert errors(exported, exported).max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["self_attn.v_scale", "self_attn.k_scale", "mlp.up_proj.weight_scale"])
+def test_one_wrong_scale_is_seen_in_its_layer_and_in_no_other(quantized, tmp_path, name):
+    shutil.copytree(quantized, tmp_path / "bad")
+    entry = read_header(tmp_path / "bad" / "weights.safetensors")[f"model.layers.1.{name}"]
+    values = np.memmap(entry.path, np.float32, "r+", entry.offset, entry.shape)
+    values *= 1.1
+    values.flush()
+    found = np.median(errors(tmp_path / "bad", quantized), axis=1)
+    assert found[0] < 2e-6
+    assert found[1] > 1e-4
+
+
+def test_rows_are_gated_by_the_median_of_the_worst_layer():
+    found = np.array([[1e-7, 1e-7, 1e-1], [1e-6, 2e-6, 3e-6]])
+    median, largest = layer_rows(found, Gates(layer_error_median=1e-6))
+    assert (median.value, median.passed) == (pytest.approx(2e-6), False)
+    assert (largest.value, largest.passed) == (pytest.approx(0.1), True)

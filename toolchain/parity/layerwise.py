@@ -1,0 +1,111 @@
+"""Each layer on its own: the candidate's layers against torch, fed what the candidate fed them.
+
+Where activations or the cache are rounded, two right implementations drift apart: a last-bit
+difference turns a value near an edge into the next code, that code changes the inputs of the next
+layer, and after some layers the difference is as large as the rounding itself. Comparing logits
+then says little about the implementation. So the candidate's residual stream is read between the
+layers, every torch layer is given the candidate's own input, and only what the layer adds to the
+stream is compared, token by token:
+
+    error[i, t] = ||ours - theirs|| / ||theirs||,   ours = h[i+1, t] - h[i, t],   theirs = layer_i(h[i])[t] - h[i, t]
+
+A few codes may still flip inside one layer, which moves a few tokens by a part of the rounding
+error; a fault in a scale, mask, rotation or layout moves most tokens by far more. The stream is
+walked in two chunks, so that the second one has a past.
+
+Legend: B batch, T new tokens, E hidden.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolchain.artifact import Artifact
+from toolchain.graph_io import GRAPH_FILES, graph_io
+from toolchain.model.decoder import Decoder
+from toolchain.parity.metrics import Row, gate_rows
+from toolchain.recipe import Gates
+
+Array = np.ndarray[Any, Any]
+PHASE = "layers"
+TOKENS, ROWS = 64, 2
+EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
+def layer_errors(artifact: Artifact, decoder: Decoder, cache_format: str, ids_BT: Array) -> Array:
+    """Relative error [layers, 2 chunks * B * T/2] of what each layer adds, per token."""
+    half = ids_BT.shape[1] // 2
+    chunks = [ids_BT[:, :half], ids_BT[:, half : 2 * half]]
+    streams = _candidate_streams(artifact, decoder, chunks)
+    caches = decoder.new_caches(len(ids_BT), 2 * half, cache_format)
+    dtype = decoder.model.norm.weight.dtype
+    errors = []
+    with torch.inference_mode():
+        for i, block in enumerate(decoder.model.layers):
+            layer = []
+            for chunk, stream in enumerate(streams):
+                past = torch.full((len(ids_BT),), chunk * half)
+                x_BTE, ours_BTE = (torch.from_numpy(stream[j]) for j in (i, i + 1))
+                theirs_BTE, _ = block(x_BTE.to(dtype), decoder.rope, past, caches[i])
+                added_BTE = theirs_BTE.double() - x_BTE.double()
+                difference_BTE = ours_BTE.double() - theirs_BTE.double()
+                layer.append((difference_BTE.norm(dim=-1) / added_BTE.norm(dim=-1)).flatten().numpy())
+            errors.append(np.concatenate(layer))
+    return np.stack(errors)
+
+
+def layer_rows(errors: Array, gates: Gates) -> list[Row]:
+    """The report's rows: the median token of the worst layer, and the worst token of all."""
+    metrics = {
+        "layer_error_median": (float(np.median(errors, axis=1).max()), "relative"),
+        "layer_error_max": (float(errors.max()), "relative"),
+    }
+    return gate_rows("fake_quant", PHASE, metrics, gates)
+
+
+def _candidate_streams(artifact: Artifact, decoder: Decoder, chunks: list[Array]) -> list[list[Array]]:
+    """The residual stream of each chunk, float32 [layers + 1][B, T, E], from the evaluation graph."""
+    from toolchain.runners.onnx import NUMPY
+
+    session, names = _session_with_stream(artifact, decoder.config.num_hidden_layers)
+    cache_dtype = str(artifact.manifest.kv_contract["dtype"])
+    contract = graph_io(decoder.config, "evaluation", cache_dtype)
+    pasts, presents = contract.inputs[3:], [spec.name for spec in contract.outputs[1:]]
+    batch, new = chunks[0].shape
+    shape = (batch, decoder.config.num_key_value_heads, 2 * new, decoder.config.head_dim)
+    caches = [np.zeros(shape, NUMPY[cache_dtype]) for _ in pasts]
+    streams = []
+    for i, ids_BT in enumerate(chunks):
+        lengths = np.full(batch, new, np.int64)
+        feeds = {"input_ids": ids_BT, "past_lengths": lengths * i, "new_lengths": lengths}
+        given = {item.name for item in session.get_inputs()}
+        feeds = {k: np.ascontiguousarray(v) for k, v in feeds.items() if k in given}
+        feeds |= {spec.name: cache for spec, cache in zip(pasts, caches, strict=True)}
+        found = session.run([*names, *presents], feeds)
+        caches = found[len(names) :]
+        streams.append([np.asarray(value, np.float32) for value in found[: len(names)]])
+    return streams
+
+
+def _session_with_stream(artifact: Artifact, layers: int) -> tuple[Any, list[str]]:
+    """The evaluation graph with the residual stream as extra outputs; the file itself is left alone.
+
+    Found by structure: a layer's residual sums are its `add` values, the last one leaves the layer.
+    """
+    import onnx
+    import onnxruntime
+
+    path = artifact.file(GRAPH_FILES["evaluation"])
+    model = onnx.load(str(path), load_external_data=False)
+    sums: dict[int, list[Any]] = {i: [] for i in range(layers)}
+    for node in model.graph.node:
+        if node.op_type == "Add" and node.output[0].startswith("layers.") and ".add" in node.output[0]:
+            sums[int(node.output[0].split(".")[1])].append(node)
+    names = [sums[0][0].input[0], *(sums[i][-1].output[0] for i in range(layers))]
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    options.add_session_config_entry(EXTERNAL_FOLDER, str(path.parent.absolute()))
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]), names
