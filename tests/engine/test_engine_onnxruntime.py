@@ -9,6 +9,7 @@ from toolchain.engine import onnxruntime as embedded
 from toolchain.engine.stage import build_engine
 from toolchain.errors import DtoolError
 from toolchain.graph_io import PHASES
+from toolchain.numerics import probe_integer_products
 from toolchain.quantize.stage import quantize_artifact
 from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import fake_quant_runner, open_runner
@@ -117,5 +118,23 @@ def test_half_precision_artifact_is_refused_for_the_embedded_backend(tiny, tmp_p
     assert not (tmp_path / "e").exists()
 
 
-def test_probe_is_right_on_this_machine():
-    assert embedded.probe_integer_products() in (True, False)
+def test_engine_of_signed_products_is_refused_where_they_saturate(exported, tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded, "probe_integer_products", lambda: True)
+    _, engine = make_engine(exported, tmp_path, "per_token")
+    monkeypatch.setattr("toolchain.runners.onnx.probe_integer_products", lambda: False)
+    with pytest.raises(DtoolError, match="saturates"):
+        OnnxRunner(engine)
+
+
+@pytest.mark.parametrize("sum_of_pairs", [127 * 127 * 64, 32767 * 32])
+def test_probe_tells_exact_sums_from_saturated_ones(monkeypatch, sum_of_pairs):
+    import onnxruntime
+
+    class Session:
+        def __init__(self, *_, **__): ...
+
+        def run(self, *_):
+            return (np.full((2, 32), sum_of_pairs),)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
+    assert probe_integer_products() == (sum_of_pairs == 127 * 127 * 64)

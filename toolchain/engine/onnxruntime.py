@@ -29,7 +29,7 @@ from toolchain.engine.linears import Linear, find_linears, group_linears
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES, Phase, external_initializer
 from toolchain.model.config import DecoderConfig
-from toolchain.numerics import INT8_QMAX, SMALLEST_SCALE
+from toolchain.numerics import INT8_QMAX, SMALLEST_SCALE, probe_integer_products
 from toolchain.ops.function_body import OP_TYPE
 from toolchain.tensor_file import TensorEntry, build_header, read_header, read_tensor, tensor_bytes, write_stream
 
@@ -82,29 +82,15 @@ def build_onnxruntime(source: Artifact, draft: Draft, report: Callable[[str], No
                 value.const_value = external_initializer(name, entries[name]).const_value
         data = ir.serde.serialize_model(model).SerializeToString(deterministic=True)
         (draft.path / GRAPH_FILES[phase]).write_bytes(data)
+    needs_exact = not shared.unsigned_weights and any(t.dtype == "int8" for t in shared.stored.values())
+    draft.target["needs_exact_u8s8"] = needs_exact
     return {
         "products": shared.products,
         "integer_weights": "uint8" if shared.unsigned_weights else "int8",
+        "needs_exact_u8s8": needs_exact,
         "attention": "com.microsoft.GroupQueryAttention",
         "layers": config.num_hidden_layers,
     }
-
-
-def probe_integer_products() -> bool:
-    """Whether this CPU multiplies uint8 by int8 exactly (it has VNNI or the like)."""
-    import onnxruntime
-
-    node = onnx.helper.make_node("MatMulInteger", ["a", "b", "z"], ["y"])
-    tensors = {"a": onnx.TensorProto.UINT8, "b": onnx.TensorProto.INT8}
-    inputs = [onnx.helper.make_tensor_value_info(n, t, [None, None]) for n, t in tensors.items()]
-    zero = onnx.helper.make_tensor("z", onnx.TensorProto.UINT8, [], [128])
-    output = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.INT32, [None, None])
-    graph = onnx.helper.make_graph([node], "probe", inputs, [output], [zero])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    a, b = np.full((2, 64), 255, np.uint8), np.full((64, 32), 127, np.int8)
-    (product,) = session.run(None, {"a": a, "b": b})
-    return bool(np.all(product == 127 * 127 * 64))
 
 
 def _rewrite(path: Path, phase: Phase, shared: RewrittenGraphs) -> ir.Model:

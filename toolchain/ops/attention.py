@@ -14,7 +14,8 @@ back from the cache, so that a token attends to what later tokens will see.
 This file holds life 1 and the shape rules: the plain torch computation, in place on the caches,
 and the traceable torch op. `function_body` is life 2.
 
-Legend: B batch, T new tokens, C capacity, H query heads, K KV heads, D head dim, P positions.
+Legend: B batch, T new tokens, C capacity, H query heads, K KV heads, D head dim, P positions, S slots
+seen, G query heads of a KV head, R = G * T.
 """
 
 from dataclasses import dataclass
@@ -88,13 +89,17 @@ def attend_in_place(
     slots_S = torch.arange(seen, device=q_BTE.device)
     written_B1S1 = (slots_S < past_lengths_B[:, None] + new)[:, None, :, None]
     values_BKSD = values_BKSD.masked_fill(~written_B1S1, 0.0)  # 0 * NaN would be NaN
-    q_BKGTD = q_BTHD.transpose(1, 2).reshape(batch, spec.num_kv_heads, groups, new, spec.head_dim)
-    scores_BKGTS = (q_BKGTD @ keys_BKSD.mT[:, :, None]).float() * spec.scale
+    # the query heads of a group stand in the rows of one product, so that K and V are not repeated
+    rows = groups * new
+    q_BKRD = q_BTHD.transpose(1, 2).reshape(batch, spec.num_kv_heads, rows, spec.head_dim)
+    scores_BKRS = (q_BKRD.float() @ keys_BKSD.float().mT) * spec.scale
+    scores_BKGTS = scores_BKRS.reshape(batch, spec.num_kv_heads, groups, new, seen)
     hidden_BTS = slots_S > positions_BT[:, :, None]
     scores_BKGTS = scores_BKGTS.masked_fill(hidden_BTS[:, None, None], float("-inf"))
-    weights_BKGTS = scores_BKGTS.softmax(-1).to(q_BTE.dtype)
-    out_BKGTD = weights_BKGTS @ values_BKSD[:, :, None]
-    return out_BKGTD.flatten(1, 2).transpose(1, 2).reshape(batch, new, -1)
+    weights_BKRS = scores_BKGTS.softmax(-1).to(q_BTE.dtype).reshape(batch, spec.num_kv_heads, rows, seen)
+    out_BKRD = (weights_BKRS.float() @ values_BKSD.float()).to(q_BTE.dtype)
+    out_BHTD = out_BKRD.reshape(batch, spec.num_heads, new, spec.head_dim)
+    return out_BHTD.transpose(1, 2).reshape(batch, new, -1)
 
 
 def _store(

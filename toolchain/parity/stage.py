@@ -192,7 +192,9 @@ def _gated(gates: Gates) -> bool:
 
 def _is_plain(artifact: Artifact) -> bool:
     """Whether the artifact is the checkpoint in float32, nothing rounded."""
-    return artifact.manifest.stage == "export" and artifact.manifest.details.get("compute_dtype") == "float32"
+    details = artifact.manifest.details
+    rounded = details.get("quantized") or details.get("kv_format", "none") != "none"
+    return details.get("compute_dtype") == "float32" and not rounded
 
 
 def _no_reference(name: str, what: str, fix: str) -> DtoolError:

@@ -13,6 +13,7 @@ from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, TensorSpec, graph_io
 from toolchain.model.config import DecoderConfig
+from toolchain.numerics import probe_integer_products
 from toolchain.runners.runner import Array, KVState, Limits, check_state, check_step
 
 NUMPY = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
@@ -34,6 +35,13 @@ class OnnxRunner:
                 fix="use compute_dtype float32 or float16 for CPU runs; bfloat16 needs a GPU backend",
             )
         target = artifact.manifest.target
+        if target.get("needs_exact_u8s8") and not probe_integer_products():
+            raise DtoolError(
+                "this CPU saturates in the integer products this engine is made of",
+                expected="a CPU with VNNI, as where the engine was built",
+                found="16-bit sums of uint8 x int8 products",
+                fix="build the engine again on this machine: it then stores its weights in another form",
+            )
         self.limits = Limits(target.get("max_batch"), target.get("max_prompt"), target.get("kv_capacity"))
         self.threads = threads
         self.sessions: dict[Phase, Any] = {}
