@@ -38,10 +38,14 @@ class Weights(_Section, frozen=True):
 
 
 class Activations(_Section, frozen=True):
-    """How the inputs of the quantized products are rounded; `token` is dynamic."""
+    """How the inputs of the quantized products are rounded; `token` is dynamic.
+
+    `skip` names products whose input stays in float; the head feeds no layer, only the choice.
+    """
 
     format: Literal["none", "int8"] = "none"
     granularity: Literal["token"] = "token"
+    skip: tuple[str, ...] = ("lm_head",)
 
 
 class KVCache(_Section, frozen=True):

@@ -16,7 +16,7 @@ from toolchain.tensor_file import read_header
 
 INTEGER = {
     "weights": {"format": "int8", "skip": []},
-    "activations": {"format": "int8"},
+    "activations": {"format": "int8", "skip": []},
     "kv_cache": {"format": "int8"},
     "engine": {"kv_capacity": 64, "prompt_len": {"min": 1, "opt": 8, "max": 64}},
 }

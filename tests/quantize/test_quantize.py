@@ -28,11 +28,12 @@ from toolchain.tensor_file import read_header, read_tensor
 FORMATS = {
     "weight_only": {"weights": {"format": "int8"}},
     "with_head": {"weights": {"format": "int8", "skip": []}},
-    "per_token": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8"}},
+    "per_token": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8", "skip": []}},
+    "float_head_input": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8"}},
     "cache": {"kv_cache": {"format": "int8"}},
     "all": {
         "weights": {"format": "int8", "skip": []},
-        "activations": {"format": "int8"},
+        "activations": {"format": "int8", "skip": []},
         "kv_cache": {"format": "int8"},
     },
 }

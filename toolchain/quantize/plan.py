@@ -1,6 +1,7 @@
 """Which matrices a recipe quantizes, by exact name, decided before any work."""
 
 import fnmatch
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from toolchain.errors import DtoolError, did_you_mean
@@ -26,17 +27,7 @@ def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     modules = [n.removesuffix(".weight") for n, shape in parameter_shapes(config).items() if len(shape) == 2]
     tied = config.tie_word_embeddings
     names = [*modules, HEAD] if tied else modules
-    skipped: set[str] = set()
-    for pattern in recipe.weights.skip:
-        matched = fnmatch.filter(names, pattern)
-        if not matched:
-            raise DtoolError(
-                f"weights.skip {pattern!r} matches no matrix",
-                expected="the name of a matrix or a glob pattern",
-                found=pattern,
-                fix=did_you_mean(pattern, names),
-            )
-        skipped |= set(matched)
+    skipped = match_patterns("weights.skip", recipe.weights.skip, names)
     notes = []
     if tied and (HEAD in skipped or EMBEDDING in skipped):
         if not {HEAD, EMBEDDING} <= skipped and recipe.weights.format != "none":
@@ -48,5 +39,22 @@ def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     per_token: tuple[str, ...] = ()
     if recipe.activations.format != "none":
         products = [name for name in names if name != EMBEDDING]
-        per_token = tuple(name for name in products if name not in skipped)
+        kept = match_patterns("activations.skip", recipe.activations.skip, products)
+        per_token = tuple(name for name in products if name not in skipped | kept)
     return QuantizePlan(weights, per_token, tuple(sorted(skipped)), tuple(notes))
+
+
+def match_patterns(key: str, patterns: Iterable[str], names: list[str]) -> set[str]:
+    """The names that glob patterns match. Raises DtoolError for one that matches nothing."""
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = fnmatch.filter(names, pattern)
+        if not matched:
+            raise DtoolError(
+                f"{key} {pattern!r} matches no matrix",
+                expected="the name of a matrix or a glob pattern",
+                found=pattern,
+                fix=did_you_mean(pattern, names),
+            )
+        found |= set(matched)
+    return found
