@@ -9,7 +9,7 @@ from toolchain.engine import onnxruntime as embedded
 from toolchain.engine.stage import build_engine
 from toolchain.errors import DtoolError
 from toolchain.graph_io import PHASES
-from toolchain.numerics import probe_integer_products
+from toolchain.processor import probe_integer_products
 from toolchain.quantize.stage import quantize_artifact
 from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import fake_quant_runner, open_runner
@@ -141,3 +141,22 @@ def test_probe_tells_exact_sums_from_saturated_ones(monkeypatch, sum_of_pairs):
 
     monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
     assert probe_integer_products() == (sum_of_pairs == 127 * 127 * 64)
+
+
+@pytest.mark.parametrize("name", ["weight_only", "per_token"])
+def test_a_token_of_zeros_stays_zero(tmp_path, name):
+    from tests.conftest import save_tiny
+    from toolchain.export.stage import export_checkpoint
+
+    model = save_tiny(tmp_path / "m")
+    model.model.embed_tokens.weight.data[5] = 0
+    model.save_pretrained(tmp_path / "m")
+    export_checkpoint(tmp_path / "m", make_recipe(), tmp_path / "x", report=lambda _: None)
+    source, engine = make_engine(tmp_path / "x", tmp_path, name)
+    ids = np.array([[5, 7, 5, 5, 9]])
+    theirs, ours = (
+        r.step(r.new_state(1, 8), ids, np.array([5]), "evaluation")
+        for r in (fake_quant_runner(source), OnnxRunner(engine))
+    )
+    assert np.isfinite(ours).all()
+    assert float(abs(ours - theirs).max()) < 2e-2

@@ -29,8 +29,9 @@ from toolchain.engine.linears import Linear, find_linears, group_linears
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES, Phase, external_initializer
 from toolchain.model.config import DecoderConfig
-from toolchain.numerics import INT8_QMAX, SMALLEST_SCALE, probe_integer_products
+from toolchain.numerics import INT8_QMAX
 from toolchain.ops.function_body import OP_TYPE
+from toolchain.processor import probe_integer_products
 from toolchain.tensor_file import TensorEntry, build_header, read_header, read_tensor, tensor_bytes, write_stream
 
 WEIGHTS, ROPE = "weights.safetensors", "rope.safetensors"
@@ -172,16 +173,17 @@ class _Rewriter:
         dtype = "uint8" if unsigned else entries[0].dtype
         return self.stored("+".join(names) + ".transposed", StoredTensor(dtype, shape, make))
 
-    def scales(self, names: list[str]) -> ir.Value:
-        """The scales of the matrices, one after the other."""
+    def scales(self, names: list[str], divisor: float = 1.0) -> ir.Value:
+        """The scales of the matrices, one after the other, divided by `divisor`."""
         entries = [self.shared.source[name] for name in names]
 
         def make() -> object:
             import torch
 
-            return torch.cat([read_tensor(entry) for entry in entries])
+            return torch.cat([read_tensor(entry) for entry in entries]) / divisor
 
-        return self.stored("+".join(names), StoredTensor("float32", (sum(e.shape[0] for e in entries),), make))
+        name = "+".join(names) + ("" if divisor == 1.0 else f"/{divisor:g}")
+        return self.stored(name, StoredTensor("float32", (sum(e.shape[0] for e in entries),), make))
 
     def embedding(self) -> None:
         """Read rows from the matrix the head uses, so that a tied matrix is stored once.
@@ -225,8 +227,10 @@ class _Rewriter:
         if kind == "float":
             merged = self.op("MatMul", group[0].x, self.matrix(names))
         else:
-            scales = self.scales([str(linear.scale) for linear in group])
-            merged = self._integer_product(group[0].x, self.matrix(names), scales, digits=1 + (kind == "weight_only"))
+            two = kind == "weight_only"
+            scales = self.scales([str(linear.scale) for linear in group], INT8_QMAX if two else 1.0)
+            product = self._two_digit_product if two else self._one_digit_product
+            merged = product(group[0].x, self.matrix(names), scales)
         outputs = [merged]
         if len(group) > 1:
             sizes = np.array([self.shared.source[name].shape[0] for name in names], np.int64)
@@ -243,27 +247,48 @@ class _Rewriter:
             self.graph.outputs[index] = new
         ir.convenience.replace_all_uses_with(old, new)
 
-    def _integer_product(self, x: ir.Value, weight: ir.Value, scales: ir.Value, *, digits: int) -> ir.Value:
-        one = self.constant("one", np.array(1.0, np.float32))
-        zero = self.constant("zero", np.array(128, np.uint8))
-        floor = self.constant("floor", np.array(SMALLEST_SCALE * INT8_QMAX, np.float32))
-        axis = self.constant("axis", np.array([-1], np.int64))
-        amax = self.op("ReduceMax", self.op("Abs", x), axis, keepdims=1)
-        amax = self.op("Max", amax, floor)
-        scale = self.op("Div", amax, self.constant("qmax", np.array(INT8_QMAX, np.float32)))
-        ratio = self.op("Div", x, scale)
-        codes = self.op("QuantizeLinear", ratio, one, zero)
-        step = self.constant("second_step", np.array(1 / SECOND_DIGIT, np.float32))
-        if digits == 2:
-            rest = self.op("Sub", ratio, self.op("DequantizeLinear", codes, one, zero))
-            codes = self.op("Concat", codes, self.op("QuantizeLinear", rest, step, zero), axis=0)
-        weight_zero = zero if self.shared.unsigned_weights else None
-        inputs = (codes, weight, one, scales, zero, weight_zero)
-        y = self.op("MatMulIntegerToFloat", *inputs, domain=MICROSOFT)
-        if digits == 2:
-            first, second = self.op("Split", y, outputs=2, axis=0, num_outputs=2)
-            y = self.op("Add", first, self.op("Mul", second, step))
-        return self.op("Mul", y, scale)
+    def _one_digit_product(self, x: ir.Value, weight: ir.Value, scales: ir.Value) -> ir.Value:
+        """One code per activation, q = round(x / s) with s = max|x| / 127: exactly what the artifact says."""
+        scale = self.op("Div", self._amax(x), self.constant("qmax", np.array(INT8_QMAX, np.float32)))
+        codes = self._codes(self.op("Div", x, scale), 1.0)
+        return self.op("Mul", self._exact_sums(codes, weight, scales), scale)
+
+    def _two_digit_product(self, x: ir.Value, weight: ir.Value, scales: ir.Value) -> ir.Value:
+        """Two codes per activation, x / max|x| in digits of 1/127 and 1/127/254, as rows of one product.
+
+        `scales` are divided by 127: the codes count in 1/127.
+        """
+        amax, step = self._amax(x), 1 / INT8_QMAX
+        unit = self.op("Div", x, amax)
+        first = self._codes(unit, step)
+        shown = self.op("DequantizeLinear", first, self._float(step), self._zero())
+        second = self._codes(self.op("Sub", unit, shown), step / SECOND_DIGIT)
+        sums = self._exact_sums(self.op("Concat", first, second, axis=0), weight, scales)
+        high, low = self.op("Split", sums, outputs=2, axis=0, num_outputs=2)
+        y = self.op("Add", high, self.op("Mul", low, self._float(1 / SECOND_DIGIT)))
+        return self.op("Mul", y, amax)
+
+    def _amax(self, x: ir.Value) -> ir.Value:
+        """The largest magnitude of each token.
+
+        A token of zeros divides by it to NaN, whose codes are finite, and is multiplied by it at the
+        end: exactly zero, without a node that guards it.
+        """
+        return self.op("ReduceMax", self.op("Abs", x), self.constant("axis", np.array([-1], np.int64)), keepdims=1)
+
+    def _codes(self, x: ir.Value, step: float) -> ir.Value:
+        return self.op("QuantizeLinear", x, self._float(step), self._zero())
+
+    def _exact_sums(self, codes: ir.Value, weight: ir.Value, scales: ir.Value) -> ir.Value:
+        zero = self._zero()
+        inputs = (codes, weight, self._float(1.0), scales, zero, zero if self.shared.unsigned_weights else None)
+        return self.op("MatMulIntegerToFloat", *inputs, domain=MICROSOFT)
+
+    def _float(self, value: float) -> ir.Value:
+        return self.constant(f"{value:.9g}", np.array(value, np.float32))
+
+    def _zero(self) -> ir.Value:
+        return self.constant("zero", np.array(128, np.uint8))
 
     # ---- attention ----
 

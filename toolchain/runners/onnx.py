@@ -13,7 +13,7 @@ from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, TensorSpec, graph_io
 from toolchain.model.config import DecoderConfig
-from toolchain.numerics import probe_integer_products
+from toolchain.processor import probe_integer_products
 from toolchain.runners.runner import Array, KVState, Limits, check_state, check_step
 
 NUMPY = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
