@@ -76,6 +76,7 @@ def export(model: Path, recipe_name: str, overrides: tuple[str, ...], out: Path,
     config = DecoderConfig.model_validate(artifact.json("decoder.json"))
     click.echo(contract_tables(config, str(artifact.manifest.kv_contract["dtype"])))
     click.echo(f"\nwritten to {out}")
+    gc.freeze()  # or the interpreter searches them once more before it ends
 
 
 @dtool.command()
