@@ -132,3 +132,28 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         paths[split] = folder / f"{split}.jsonl"
         paths[split].write_text("\n".join(lines) + "\n")
     return paths
+
+
+INTEGER_FORMATS: dict[str, Any] = {
+    "weight_only": {"weights": {"format": "int8"}},
+    "with_head": {"weights": {"format": "int8", "skip": []}},
+    "per_token": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8", "skip": []}},
+    "float_head_input": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8"}},
+    "cache": {"kv_cache": {"format": "int8"}},
+    "all": {
+        "weights": {"format": "int8", "skip": []},
+        "activations": {"format": "int8", "skip": []},
+        "kv_cache": {"format": "int8"},
+    },
+}
+
+
+@pytest.fixture
+def random_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrate on random ids: the tiny checkpoints have no tokenizer."""
+
+    def blocks(artifact: Any, _: Any) -> np.ndarray:
+        return random_ids(11, 4, 48, vocab=artifact.json("decoder.json")["vocab_size"])
+
+    monkeypatch.setattr("toolchain.quantize.stage._calibration_blocks", blocks)
+    monkeypatch.setattr("toolchain.quantize.stage._lineage", lambda exported, _: {"source": exported.identity})

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import save_tiny
 from toolchain.artifact import open_artifact
 from toolchain.recipe import parse_recipe
 
@@ -39,31 +40,8 @@ def make_recipe():
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """A random Llama with grouped-query attention, small enough to compile in a second."""
-    import torch
-
-    from toolchain.model.config import DecoderConfig
-    from toolchain.model.decoder import Decoder
-    from toolchain.tensor_file import write_tensors
-
-    shape = {
-        "vocab_size": 98,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-    }
-    torch.manual_seed(0)
-    decoder = Decoder(DecoderConfig(**shape))
-    folder = tmp_path_factory.mktemp("checkpoint")
-    write_tensors(folder / "model.safetensors", {n: torch.randn(p.shape) * 0.3 for n, p in decoder.named_parameters()})
-    family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
-    family |= {"hidden_act": "silu", "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
-    (folder / "config.json").write_text(json.dumps(shape | family))
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    save_tiny(folder, vocab_size=98)  # even: TensorRT pads an odd head
     return folder
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
-from tests.conftest import make_recipe, random_ids
+from tests.conftest import INTEGER_FORMATS, make_recipe, random_ids, save_tiny
 from toolchain.engine import onnxruntime as embedded
 from toolchain.engine.stage import build_engine
 from toolchain.errors import DtoolError
@@ -14,28 +14,10 @@ from toolchain.quantize.stage import quantize_artifact
 from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import fake_quant_runner, open_runner
 
-FORMATS = {
-    "float": {},
-    "weight_only": {"weights": {"format": "int8", "skip": []}},
-    "per_token": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8", "skip": []}},
-    "head_left": {"weights": {"format": "int8"}, "activations": {"format": "int8"}},
-    "float_head_input": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8"}},
-    "cache": {"kv_cache": {"format": "int8"}},
-    "all": {
-        "weights": {"format": "int8", "skip": []},
-        "activations": {"format": "int8", "skip": []},
-        "kv_cache": {"format": "int8"},
-    },
-}
-
-
-@pytest.fixture(autouse=True)
-def random_calibration(monkeypatch):
-    def blocks(artifact, recipe):
-        return random_ids(11, 4, 48, vocab=artifact.json("decoder.json")["vocab_size"])
-
-    monkeypatch.setattr("toolchain.quantize.stage._calibration_blocks", blocks)
-    monkeypatch.setattr("toolchain.quantize.stage._lineage", lambda exported, _: {"source": exported.identity})
+HEAD_LEFT = {"weights": {"format": "int8"}, "activations": {"format": "int8"}}
+FORMATS = {"float": {}, "head_left": HEAD_LEFT} | INTEGER_FORMATS
+TWO_DIGITS = ("weight_only", "with_head", "float_head_input")
+pytestmark = pytest.mark.usefixtures("random_calibration")
 
 
 def make_engine(source, folder, name):
@@ -145,7 +127,6 @@ def test_probe_tells_exact_sums_from_saturated_ones(monkeypatch, sum_of_pairs):
 
 @pytest.mark.parametrize("name", ["weight_only", "per_token"])
 def test_a_token_of_zeros_stays_zero(tmp_path, name):
-    from tests.conftest import save_tiny
     from toolchain.export.stage import export_checkpoint
 
     model = save_tiny(tmp_path / "m")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_parity import LETTERS, VOCAB, make_recipe, write_tokenizer
 
+from tests.conftest import save_tiny
 from toolchain.export.stage import export_checkpoint
 from toolchain.model.load import load_decoder
 from toolchain.runners.eager import EagerRunner
@@ -26,23 +27,8 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("tiny") / "checkpoint"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(std=0.3)
-    model.save_pretrained(folder)
+    save_tiny(folder, vocab_size=VOCAB)
     write_tokenizer(folder)
     return folder
 

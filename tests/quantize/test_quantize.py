@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import INTEGER_FORMATS as FORMATS
 from tests.conftest import make_recipe, random_ids, save_tiny
 from toolchain.artifact import MANIFEST, open_artifact
 from toolchain.errors import DtoolError
@@ -25,29 +26,7 @@ from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import fake_quant_runner
 from toolchain.tensor_file import read_header, read_tensor
 
-FORMATS = {
-    "weight_only": {"weights": {"format": "int8"}},
-    "with_head": {"weights": {"format": "int8", "skip": []}},
-    "per_token": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8", "skip": []}},
-    "float_head_input": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8"}},
-    "cache": {"kv_cache": {"format": "int8"}},
-    "all": {
-        "weights": {"format": "int8", "skip": []},
-        "activations": {"format": "int8", "skip": []},
-        "kv_cache": {"format": "int8"},
-    },
-}
-
-
-@pytest.fixture(autouse=True)
-def random_calibration(monkeypatch):
-    """Tiny checkpoints have no tokenizer: calibrate on random ids."""
-
-    def blocks(artifact, recipe):
-        return random_ids(11, 4, 48, vocab=artifact.json("decoder.json")["vocab_size"])
-
-    monkeypatch.setattr("toolchain.quantize.stage._calibration_blocks", blocks)
-    monkeypatch.setattr("toolchain.quantize.stage._lineage", lambda exported, _: {"source": exported.identity})
+pytestmark = pytest.mark.usefixtures("random_calibration")
 
 
 def quantized(source, out, **sections):
