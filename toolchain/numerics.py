@@ -1,13 +1,13 @@
 """The one table of tolerances, and the quantizer's arithmetic.
 
 Tolerance of a logit: every layer adds two branches to the residual stream, each a chain of dot
-products of length about `width` whose blocked summation errs by u * sqrt(log2(width)) relative to
-its result (u = unit roundoff; Higham, Accuracy and Stability, 4.2). N = 2 * layers + 1 independent
-errors add as sqrt(N), those of the two computations compared as sqrt(2). A relative error e of a
-softmax score of size s moves its weight by s * e; SCORE_SIZE is that s for scores of several units,
-the sharp attention of trained models.
+products of length about `width`. Sums are formed in float32 whatever the storage, and blocked
+summation errs by u32 * sqrt(log2(width)) relative to its result (Higham, Accuracy and Stability,
+4.2); storing a branch rounds it once more, by u of the dtype. A relative error e of a softmax score
+of size s moves its weight by s * e, and SCORE_SIZE is that s for sharp attention. N = 2 * layers + 1
+independent errors add as sqrt(N), those of the two computations compared as sqrt(2).
 
-    tolerance = SCORE_SIZE * u * sqrt(2 * (2 * layers + 1) * log2(width)) * max|reference|
+    tolerance = SCORE_SIZE * (u + u32 * sqrt(log2(width))) * sqrt(2 * (2 * layers + 1)) * max|reference|
 
 Symmetric quantization as ONNX QuantizeLinear defines it: code = clamp(round_half_even(x / scale)).
 """
@@ -25,7 +25,8 @@ SMALLEST_SCALE = 2.0**-100
 
 def logit_tolerance(dtype: str, *, layers: int, width: int, largest: float) -> float:
     """Largest |difference| of logits that rounding in `dtype` explains; `largest` = max|reference|."""
-    return SCORE_SIZE * UNIT_ROUNDOFF[dtype] * math.sqrt(2 * (2 * layers + 1) * math.log2(width)) * largest
+    relative = UNIT_ROUNDOFF[dtype] + UNIT_ROUNDOFF["float32"] * math.sqrt(math.log2(width))
+    return SCORE_SIZE * relative * math.sqrt(2 * (2 * layers + 1)) * largest
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
