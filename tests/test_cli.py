@@ -180,7 +180,8 @@ def test_failed_gate_exits_3_and_names_it(tiny_text, recipe, tmp_path):
 
 def test_bench_reports_both_sides(tiny_text, recipe, tmp_path):
     call("export", tiny_text, "-r", recipe, "-o", tmp_path / "x")
-    call("build-engine", tmp_path / "x", "-r", recipe, "-o", tmp_path / "e")
+    plain = ("--set", "weights.format=none", "--set", "kv_cache.format=none")
+    call("build-engine", tmp_path / "x", "-r", recipe, *plain, "-o", tmp_path / "e")
     out, _ = call("bench", tmp_path / "e", "-r", recipe, "-m", tiny_text, "--json", "--html", tmp_path / "b.html")
     document = json.loads(out)
     for side in ("engine", "eager"):
@@ -221,7 +222,8 @@ def test_inspect_shows_checkpoint_and_artifact(tiny_text, recipe, tmp_path):
     [
         (["export", "{none}", "-r", "fp32", "-o", "{out}"], 1, ["not a checkpoint", "expected", "found"]),
         (["export", "{model}", "-r", "fp23", "-o", "{out}"], 1, ["no recipe 'fp23'", "fp32"]),
-        (["export", "{model}", "-r", "fp32", "-o", "{model}"], 1, ["already exists"]),
+        (["export", "{model}", "-r", "fp32", "-o", "{model}"], 1, ["overlaps"]),
+        (["export", "{model}", "-r", "fp32", "-o", "{model}/config.json"], 1, ["overlaps"]),
         (
             ["export", "{model}", "-r", "fp32", "--set", "weights.formt=int8", "-o", "{out}"],
             1,
@@ -277,3 +279,75 @@ def test_symlinked_and_odd_paths_work(tiny_text, recipe, tmp_path):
     call("run", tiny_text, "-r", recipe, "-o", tmp_path / "plain", "--no-bench")
     for name in ("export", "quantized", "engine"):
         assert (folder / "run" / name / MANIFEST).read_bytes() == (tmp_path / "plain" / name / MANIFEST).read_bytes()
+
+
+def test_damaged_artifact_is_refused_by_every_command_that_reads_it(tiny_text, recipe, tmp_path):
+    call("run", tiny_text, "-r", recipe, "-o", tmp_path / "run", "--no-bench")
+    for name in ("export", "quantized", "engine"):
+        with (tmp_path / "run" / name / "weights.safetensors").open("r+b") as stream:
+            stream.seek(-1, os.SEEK_END)
+            last = stream.read(1)[0]
+            stream.seek(-1, os.SEEK_END)
+            stream.write(bytes([last ^ 1]))
+    folders = {name: tmp_path / "run" / name for name in ("export", "quantized", "engine")}
+    out = ("-r", recipe, "-o", tmp_path / "out")
+    commands = [
+        ("quantize", folders["export"], *out),
+        ("build-engine", folders["quantized"], *out),
+        ("parity", folders["engine"], "-r", recipe, "-m", tiny_text, "--source", folders["quantized"]),
+        ("generate", folders["engine"], "-p", "x"),
+        ("bench", folders["engine"], "-r", recipe, "-m", tiny_text),
+    ]
+    for command in commands:
+        _, err = call(*command, code=1)
+        assert "is damaged" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_engine_of_a_source_that_lacks_the_recipes_quantization_is_refused(tiny_text, recipe, tmp_path):
+    call("export", tiny_text, "-r", recipe, "-o", tmp_path / "x")
+    _, err = call("build-engine", tmp_path / "x", "-r", recipe, "-o", tmp_path / "e", code=1)
+    assert "weights.format int8" in err
+    assert "dtool quantize" in err
+
+
+def test_force_never_replaces_the_source(tiny_text, recipe, tmp_path):
+    call("export", tiny_text, "-r", recipe, "-o", tmp_path / "x")
+    _, err = call("quantize", tmp_path / "x", "-r", recipe, "-o", tmp_path / "x", "--force", code=1)
+    assert "overlaps" in err
+    open_artifact(tmp_path / "x", ("export",))
+
+
+def test_run_into_a_foreign_folder_is_refused(tiny_text, recipe, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    _, err = call("run", tiny_text, "-r", recipe, "-o", tmp_path / "mine", "--no-bench", code=1)
+    assert "notes.txt" in err
+
+
+def test_text_that_is_not_utf8_and_nonsense_sampling_are_refused(tiny_text):
+    _, err = call("generate", tiny_text, "-p", "a\udcffb", code=1)
+    assert "UTF-8" in err
+    _, err = call("generate", tiny_text, "-p", "a", "--temperature", "nan", code=1)
+    assert "sampling options" in err
+
+
+def test_terminated_command_leaves_nothing(tiny_text, recipe, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "toolchain.cli",
+        "export",
+        str(tiny_text),
+        "-r",
+        str(recipe),
+        "-o",
+        str(tmp_path / "d" / "x"),
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("d/.x.partial")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    child.terminate()
+    assert child.wait() == 143
+    assert list((tmp_path / "d").iterdir()) == []

@@ -24,6 +24,8 @@ def test_every_recipe_in_the_folder_is_valid_and_names_no_model(name):
         ({"activations": {"format": "int8"}}, ["activations.format needs weights.format"]),
         ({"schema_version": 2}, ["schema_version"]),
         ({"compute_dtype": "int8"}, ["compute_dtype"]),
+        ({"parity": {"eager": {"kl_mean": float("nan")}}}, ["parity.eager.kl_mean"]),
+        ({"parity": {"eager": {"kl_mean": -1.0}}}, ["parity.eager.kl_mean"]),
     ],
 )
 def test_mistakes_are_named_with_near_matches(change, texts):

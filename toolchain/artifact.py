@@ -128,8 +128,8 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in sorted({"dtool", *packages})}
 
 
-def open_artifact(path: Path, stages: Iterable[str] = (), *, check_hashes: bool = False) -> Artifact:
-    """The artifact in folder `path`, its files checked by size, or by sha256 with `check_hashes`.
+def open_artifact(path: Path, stages: Iterable[str] = (), *, check_hashes: bool = True) -> Artifact:
+    """The artifact in folder `path`, its files checked by sha256, or by size alone without `check_hashes`.
 
     Raises DtoolError when it is no artifact, of another schema or stage, incomplete or altered.
     """
@@ -138,7 +138,7 @@ def open_artifact(path: Path, stages: Iterable[str] = (), *, check_hashes: bool 
         raise DtoolError(
             f"{path} is not a dtool artifact",
             expected=f"a folder with {MANIFEST}",
-            found="no such folder" if not path.exists() else "no manifest in it",
+            found="no such folder" if not path.exists() else "no manifest in it" if path.is_dir() else "a file",
             fix="give the folder that `dtool export`, `quantize` or `build-engine` wrote",
         )
     manifest = _read_manifest(manifest_path)
@@ -236,8 +236,20 @@ def _file_entries(folder: Path, known: Mapping[str, str]) -> dict[str, FileEntry
     }
 
 
-def check_output(out: Path, *, force: bool = False) -> None:
-    """Refuse an output that exists before any work; `force` allows replacing a dtool artifact."""
+def check_output(out: Path, *, force: bool = False, source: Path | None = None) -> None:
+    """Refuse an output that exists before any work; `force` allows replacing a dtool artifact.
+
+    An output that is, holds or lies in its own `source` is always refused.
+    """
+    if source is not None:
+        here, there = out.resolve(), source.resolve()
+        if here == there or here in there.parents or there in here.parents:
+            raise DtoolError(
+                f"{out} overlaps with what it is made from",
+                expected=f"an output beside {source}",
+                found=str(out),
+                fix="choose another output path",
+            )
     if not out.exists() and not out.is_symlink():
         return
     if force and (out / MANIFEST).is_file():

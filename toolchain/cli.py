@@ -5,6 +5,7 @@ Heavy imports stand inside the command bodies, so that `dtool --help` is instant
 
 import gc
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +75,9 @@ def export(model: Path, recipe_name: str, overrides: tuple[str, ...], out: Path,
 
     artifact = export_checkpoint(model, load_recipe(recipe_name, overrides), out, force=force, report=say)
     config = DecoderConfig.model_validate(artifact.json("decoder.json"))
-    click.echo(contract_tables(config, str(artifact.manifest.kv_contract["dtype"])))
+    one_layer = config.model_copy(update={"num_hidden_layers": 1})
+    click.echo(contract_tables(one_layer, str(artifact.manifest.kv_contract["dtype"])))
+    click.echo(f"\nthe caches of layer 0 stand for all {config.num_hidden_layers} layers")
     click.echo(f"\nwritten to {out}")
     gc.freeze()  # or the interpreter searches them once more before it ends
 
@@ -284,6 +287,7 @@ def _show(document: Any, page: Callable[[], Any], *, as_json: bool, html: Path |
 
 def main() -> None:
     """Entry point: failures end in one message and their exit code, never in a traceback."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: what is half-written is removed
     try:
         dtool.main(standalone_mode=False)
     except click.exceptions.Abort:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from toolchain.artifact import Artifact, dump_json, hash_json, open_artifact, write_atomic
-from toolchain.errors import DtoolError, GateFailed
+from toolchain.errors import DtoolError, GateFailed, name_list
 from toolchain.recipe import Recipe, find_data
 from toolchain.report import Page, Table, render_html
 
 Report = Callable[[str], None]
+OURS = ("export", "quantized", "engine", "parity", "bench")
+"""First parts of the names a run writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,16 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
 
     if out.exists() and not out.is_dir():
         raise DtoolError(f"{out} is not a folder", expected="a folder for the stages", fix="choose another path")
+    foreign = (
+        sorted(p.name for p in out.iterdir() if p.name.lstrip(".").split(".")[0] not in OURS) if out.exists() else []
+    )
+    if foreign:
+        raise DtoolError(
+            f"{out} holds what dtool did not write",
+            expected="a new folder, or that of an earlier run",
+            found=name_list(foreign),
+            fix="choose another folder",
+        )
     checkpoint = open_checkpoint(model)
     plan_quantization(checkpoint.config, recipe)
     find_data(recipe.parity.data)

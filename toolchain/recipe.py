@@ -7,7 +7,7 @@ combinations are refused with the key's path and near matches; `--set section.ke
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
@@ -90,6 +90,9 @@ class Engine(_Section, frozen=True):
     kv_capacity: int = pydantic.Field(default=2048, ge=2)
 
 
+Bound = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+
+
 class Gates(_Section, frozen=True):
     """Bounds of one comparison; None is not gated. KL in nats, over positions.
 
@@ -97,11 +100,11 @@ class Gates(_Section, frozen=True):
     candidate's own input: the test of an implementation whose activations or cache are rounded.
     """
 
-    kl_mean: float | None = None
-    kl_p99: float | None = None
-    top1_agreement: float | None = None
-    max_abs_logit: float | None = None
-    layer_error_median: float | None = None
+    kl_mean: Bound | None = None
+    kl_p99: Bound | None = None
+    top1_agreement: Bound | None = None
+    max_abs_logit: Bound | None = None
+    layer_error_median: Bound | None = None
 
 
 class Parity(_Section, frozen=True):

@@ -43,6 +43,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     with path.open("rb") as stream:
         prefix = stream.read(8)
         header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+        if size < 8:
+            raise _damaged(path, "a safetensors file", f"{size} bytes")
         if not 2 <= header_bytes <= min(size - 8, MAX_HEADER_BYTES):
             raise _damaged(path, "a safetensors header", f"a header length of {header_bytes} in {size} bytes")
         try:

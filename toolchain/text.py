@@ -58,6 +58,10 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text without anything added; special tokens spelt out in it are recognised."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DtoolError("the text is not valid UTF-8", found=str(error), fix="give text in UTF-8") from error
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def with_start(self, ids: list[int]) -> list[int]:

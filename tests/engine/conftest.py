@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import save_tiny
+from tests.conftest import save_tiny, seal
 from toolchain.artifact import open_artifact
 from toolchain.recipe import parse_recipe
 
@@ -82,6 +82,6 @@ def altered(tmp_path):
             document["files"][name]["bytes"] = (folder / name).stat().st_size
         manifest(document)
         (folder / "manifest.json").write_text(json.dumps(document))
-        return open_artifact(Path(folder))
+        return open_artifact(seal(Path(folder)))
 
     return alter

@@ -192,6 +192,16 @@ def test_values_that_overflow_half_precision_are_refused(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path, dtype, value):
+    model = save_tiny(tmp_path / "m")
+    model.model.norm.weight.data[3] = value
+    model.save_pretrained(tmp_path / "m")
+    with pytest.raises(DtoolError, match=r"model\.norm\.weight holds inf or NaN"):
+        export(tmp_path / "m", tmp_path / "x", compute_dtype=dtype)
+
+
 def test_second_export_is_byte_identical_and_shards_do_not_matter(tiny, exported, tmp_path):
     tiny[1].save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
     assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()

@@ -122,6 +122,7 @@ def test_stored_rotary_tables_are_noted_and_not_used(copy):
         ({"model_type": "lama"}, "llama"),
         ({"model_type": None}, "model_type"),
         ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, "foo"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_key_value_heads": 3}, "multiple"),
         ({"vocab_size": None}, "vocab_size"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_parity import LETTERS, VOCAB, make_recipe, write_tokenizer
 
-from tests.conftest import save_tiny
+from tests.conftest import save_tiny, seal
 from toolchain.export.stage import export_checkpoint
 from toolchain.model.load import load_decoder
 from toolchain.runners.eager import EagerRunner
@@ -73,6 +73,6 @@ def spoil(exported, tmp_path):
         with (folder / file).open("r+b") as stream:
             stream.seek(entry.offset)
             stream.write(tensor_bytes(change(read_tensor(entry)).float()))
-        return folder
+        return seal(folder)
 
     return make

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tiny_parity import VOCAB, make_recipe
 
+from tests.conftest import seal
 from toolchain.artifact import open_artifact
 from toolchain.engine.stage import build_engine
 from toolchain.model.load import load_artifact_decoder
@@ -55,6 +56,7 @@ def test_one_wrong_scale_is_seen_in_its_layer_and_in_no_other(quantized, tmp_pat
     values = np.memmap(entry.path, np.float32, "r+", entry.offset, entry.shape)
     values *= 1.1
     values.flush()
+    seal(tmp_path / "bad")
     found = np.median(errors(tmp_path / "bad", quantized), axis=1)
     assert found[0] < 2e-6
     assert found[1] > 1e-4

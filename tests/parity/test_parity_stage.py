@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from tiny_parity import make_recipe
 
+from tests.conftest import seal
 from toolchain.artifact import hash_file, open_artifact
 from toolchain.errors import DtoolError, GateFailed
 from toolchain.parity import stage
@@ -28,6 +29,7 @@ def spoil_rows(folder, name, dtype):
     rows = np.memmap(folder / "weights.safetensors", dtype, "r+", entry.offset, entry.shape)
     rows[[2, 9]] = rows[[9, 2]]
     rows.flush()
+    seal(folder)
 
 
 @pytest.fixture

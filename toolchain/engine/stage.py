@@ -31,8 +31,9 @@ def build_engine(source: Path, recipe: Recipe, out: Path, *, force: bool = False
     Raises DtoolError before any work when the request cannot be met, and later when the compiler
     fails, dies, or compiles something else than the graphs say; nothing is left behind then.
     """
-    check_output(out, force=force)
+    check_output(out, force=force, source=source)
     artifact = open_artifact(source, SOURCES)
+    check_source(artifact, recipe)
     targets = preflight(artifact, recipe)
     with create_artifact(out, STAGE, force=force) as draft:
         _describe(draft, artifact, recipe, targets)
@@ -46,7 +47,25 @@ def build_engine(source: Path, recipe: Recipe, out: Path, *, force: bool = False
             document, timings = _build_tensorrt_rtx(artifact, recipe, draft, targets, report)
         draft.write_json(REPORT, _report_head(draft) | document)
         draft.write_json(TIMINGS, timings | {"total_s": round(time.perf_counter() - start, 3)})
-    return open_artifact(out, (STAGE,))
+    return open_artifact(out, (STAGE,), check_hashes=False)
+
+
+def check_source(source: Artifact, recipe: Recipe) -> None:
+    """Refuse a source that lacks the quantization the recipe asks for."""
+    details = source.manifest.details
+    asked = {
+        "weights.format": (recipe.weights.format, details.get("weight_format", "none")),
+        "kv_cache.format": (recipe.kv_cache.format, details.get("kv_format", "none")),
+        "activations.format": (recipe.activations.format, "int8" if details.get("per_token") else "none"),
+    }
+    for key, (wanted, found) in asked.items():
+        if wanted not in ("none", found):
+            raise DtoolError(
+                f"{source.path} is not what the recipe describes",
+                expected=f"{key} {wanted}",
+                found=f"{key} {found}, from stage {source.manifest.stage}",
+                fix="run `dtool quantize` with this recipe first, and build from what it writes",
+            )
 
 
 def engine_key(source: Artifact, recipe: Recipe) -> str:

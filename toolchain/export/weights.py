@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS, format_named
@@ -52,13 +53,38 @@ def write_weights(checkpoint: Checkpoint, compute_dtype: str, path: Path) -> Wri
     header, _ = build_header({n: (target.name, e.shape) for n, e in checkpoint.tensors.items()})
     converts = any(e.dtype != target.name for e in checkpoint.tensors.values())
     if not converts:
-        chunks = (chunk for entry in checkpoint.tensors.values() for chunk in read_chunks(entry))
+        chunks = (chunk for name, entry in checkpoint.tensors.items() for chunk in _finite_chunks(name, entry))
         digest = write_stream(path, header, chunks)
         return WrittenWeights(read_header(path), digest, digest)
     source_header, _ = build_header({n: (e.dtype, e.shape) for n, e in checkpoint.tensors.items()})
     source = hashlib.sha256(source_header)
     digest = write_stream(path, header, _converted(checkpoint, target.name, source))
     return WrittenWeights(read_header(path), digest, source.hexdigest())
+
+
+def _finite_chunks(name: str, entry: TensorEntry) -> Iterator[Chunk]:
+    """The bytes as they are, each piece looked at for inf and NaN. Holes of a sparse file are zeros."""
+    import torch
+
+    stat = entry.path.stat()
+    sparse = stat.st_blocks * 512 < stat.st_size
+    for chunk in read_chunks(entry, holes=sparse):
+        if not sparse and not isinstance(chunk, int):
+            values = torch.frombuffer(bytearray(chunk), dtype=FORMATS[entry.dtype].torch_dtype)
+            _require_finite(name, values.sum(dtype=torch.float64))
+        yield chunk
+
+
+def _require_finite(name: str, values: Any) -> None:
+    import torch
+
+    if not bool(torch.isfinite(values).all()):
+        raise DtoolError(
+            f"{name} holds inf or NaN",
+            expected="finite weights",
+            found="a value that is not finite",
+            fix="the checkpoint is broken: download it again, or train on",
+        )
 
 
 def _converted(checkpoint: Checkpoint, target: str, source: "hashlib._Hash") -> Iterator[Chunk]:
@@ -72,6 +98,7 @@ def _convert(name: str, chunk: bytes, source: str, target: str) -> Chunk:
     import torch
 
     values = torch.frombuffer(bytearray(chunk), dtype=FORMATS[source].torch_dtype)
+    _require_finite(name, values)
     converted = values.to(FORMATS[target].torch_dtype)
     if not bool(torch.isfinite(converted).all()):
         worst = float(values.abs().max())

@@ -17,7 +17,8 @@ from toolchain.tensor_file import TensorEntry, read_header
 
 FAMILIES = ("llama",)
 BENIGN_SUFFIXES = ("rotary_emb.inv_freq",)
-ROPE_TYPES = ("default", "linear", "llama3")
+ROPE_KEYS = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+ROPE_TYPES = tuple(ROPE_KEYS)
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 TOKENIZER_FILES = (
@@ -51,7 +52,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     missing, unknown or misshapen tensors.
     """
     if not folder.is_dir():
-        raise DtoolError(f"{folder} is not a checkpoint", expected="a folder", found="no such folder")
+        raise DtoolError(
+            f"{folder} is not a checkpoint",
+            expected="a folder",
+            found="a file" if folder.exists() else "no such folder",
+        )
     document = _read_json(folder / "config.json")
     stored = _read_tensors(folder)
     config = config_from_hf(document, stored)
@@ -98,7 +103,15 @@ def config_from_hf(document: dict[str, Any], stored: dict[str, TensorEntry]) -> 
         return DecoderConfig.model_validate(fields)
     except KeyError as error:
         raise DtoolError("config.json is incomplete", expected=f"the key {error}", found="no such key") from error
-    except (pydantic.ValidationError, ZeroDivisionError, TypeError) as error:
+    except pydantic.ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']} (got {e['input']!r})" for e in error.errors()]
+        raise DtoolError(
+            "config.json describes no decoder dtool can build",
+            expected="a decoder of the supported mechanisms",
+            found="\n            ".join(lines)[:2000],
+            fix="check config.json; dtool never builds something near it",
+        ) from error
+    except (ZeroDivisionError, TypeError) as error:
         raise DtoolError("config.json describes no decoder dtool can build", found=str(error)) from error
 
 
@@ -115,7 +128,18 @@ def _rope_scaling(document: dict[str, Any]) -> dict[str, Any]:
     rope_type = new or old or "default"
     if rope_type not in ROPE_TYPES:
         raise DtoolError(
-            f"RoPE type {rope_type!r} is not supported", expected=", ".join(ROPE_TYPES), found=str(rope_type)
+            f"RoPE type {rope_type!r} is not supported",
+            expected=", ".join(ROPE_TYPES),
+            found=str(rope_type),
+            fix="use a checkpoint with one of these; nothing is ever rotated plainly instead",
+        )
+    lacking = [key for key in ROPE_KEYS[rope_type] if key not in block]
+    if lacking:
+        raise DtoolError(
+            f"the {rope_type} RoPE scaling is incomplete",
+            expected=", ".join(ROPE_KEYS[rope_type]),
+            found=f"no {', '.join(lacking)}",
+            fix="complete config.json from the model's source",
         )
     if rope_type == "llama3":
         block.setdefault("original_max_position_embeddings", document.get("max_position_embeddings", 0))

@@ -1,5 +1,6 @@
 """Generating tokens: prefill once, then decode, one `step` protocol for every backend."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ class Sampler:
     random: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise DtoolError(
                 "sampling options do not fit",
                 expected="temperature >= 0, 0 < top_p <= 1, top_k >= 0",
