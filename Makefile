@@ -18,7 +18,8 @@ demo: setup
 	test -d $(DEMO)/model || $(BIN)/dtool fetch smollm2-135m -o $(DEMO)/model
 	$(BIN)/dtool fetch calibration
 	$(BIN)/dtool run $(DEMO)/model -r fp16-rtx --no-bench -o $(DEMO)/gpu
-	$(BIN)/dtool generate $(DEMO)/model --chat -p "What is the capital of France?" -n 16
+	$(BIN)/dtool run $(DEMO)/model -r int8 --no-bench -o $(DEMO)/int8 > /dev/null
+	$(BIN)/dtool generate $(DEMO)/int8/engine --chat -p "What is 2+2?" -n 16
 	$(BIN)/dtool run $(DEMO)/model -r int8 -o $(DEMO)/int8
 
 test: setup

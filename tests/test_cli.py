@@ -231,7 +231,7 @@ def test_inspect_shows_checkpoint_and_artifact(tiny_text, recipe, tmp_path):
         ),
         (["quantize", "{model}", "-r", "int8", "-o", "{out}"], 1, ["not a dtool artifact"]),
         (
-            ["run", "{model}", "-r", "int8", "--set", "calibration.data=no.jsonl", "-o", "{out}"],
+            ["run", "{model}", "-r", "int8", "--set", "parity.data=no.jsonl", "-o", "{out}"],
             1,
             ["no.jsonl", "fetch"],
         ),
