@@ -4,7 +4,8 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS, format_named
@@ -19,6 +20,9 @@ from toolchain.tensor_file import (
     tensor_bytes,
     write_stream,
 )
+
+INFINITY = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+"""Bits of positive infinity; every larger code of the sign is NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +68,22 @@ def write_weights(checkpoint: Checkpoint, compute_dtype: str, path: Path) -> Wri
 
 def _finite_chunks(name: str, entry: TensorEntry) -> Iterator[Chunk]:
     """The bytes as they are, each piece looked at for inf and NaN. Holes of a sparse file are zeros."""
-    import torch
-
     stat = entry.path.stat()
     sparse = stat.st_blocks * 512 < stat.st_size
     for chunk in read_chunks(entry, holes=sparse):
         if not sparse and not isinstance(chunk, int):
-            values = torch.frombuffer(bytearray(chunk), dtype=FORMATS[entry.dtype].torch_dtype)
-            _require_finite(name, values.sum(dtype=torch.float64))
+            _require_finite(name, chunk, entry.dtype)
         yield chunk
 
 
-def _require_finite(name: str, values: Any) -> None:
-    import torch
-
-    if not bool(torch.isfinite(values).all()):
+def _require_finite(name: str, chunk: bytes | memoryview, dtype: str) -> None:
+    """Refuse inf and NaN, whose exponent bits are all ones: the largest codes of either sign."""
+    bits, infinity = FORMATS[dtype].bits, INFINITY.get(dtype)
+    if infinity is None:
+        return
+    positive = np.frombuffer(chunk, f"int{bits}").max(initial=0) >= infinity
+    negative = np.frombuffer(chunk, f"uint{bits}").max(initial=0) >= infinity + (1 << (bits - 1))
+    if positive or negative:
         raise DtoolError(
             f"{name} holds inf or NaN",
             expected="finite weights",
@@ -98,7 +103,7 @@ def _convert(name: str, chunk: bytes, source: str, target: str) -> Chunk:
     import torch
 
     values = torch.frombuffer(bytearray(chunk), dtype=FORMATS[source].torch_dtype)
-    _require_finite(name, values)
+    _require_finite(name, chunk, source)
     converted = values.to(FORMATS[target].torch_dtype)
     if not bool(torch.isfinite(converted).all()):
         worst = float(values.abs().max())
