@@ -29,6 +29,7 @@ from toolchain.graph_io import GRAPH_FILES, graph_io
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Decoder
 from toolchain.numerics import logit_tolerance
+from toolchain.parity.layerwise import expose_values
 from toolchain.runners.eager import EagerRunner
 
 Array = np.ndarray[Any, Any]
@@ -39,7 +40,6 @@ GROWTH_FLOOR = 1e-2
 """Errors below it are what rounded weights cost anywhere."""
 HALF_PRECISION = (2.0**-13, 2.0**-6)
 """Relative errors that rounding to float16 or bfloat16 leaves."""
-EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 PARTS = ("q_proj", "k_proj", "v_proj", "attention", "after_attention", "output")
 
 
@@ -155,20 +155,13 @@ def graph_places(artifact: Artifact, config: DecoderConfig) -> dict[str, str]:
 
 
 def _instrumented_session(artifact: Artifact, values: Sequence[str]) -> Any:
-    """The evaluation graph with the named values as outputs; the file itself is left alone."""
-    import onnx
+    """The evaluation graph with the named values as outputs, unfused and on one thread: repeatable."""
     import onnxruntime
 
-    path = artifact.file(GRAPH_FILES["evaluation"])
-    model = onnx.load(str(path), load_external_data=False)
-    declared = {output.name for output in model.graph.output}
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name not in declared)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    model, options = expose_values(artifact, values)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.intra_op_num_threads = 1  # a few tokens: repeatable, and quick enough
-    options.add_session_config_entry(EXTERNAL_FOLDER, str(path.parent.absolute()))
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def _run_graph(

@@ -16,6 +16,7 @@ walked in two chunks, so that the second one has a past.
 Legend: B batch, T new tokens, E hidden.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -96,16 +97,30 @@ def _session_with_stream(artifact: Artifact, layers: int) -> tuple[Any, list[str
     import onnx
     import onnxruntime
 
-    path = artifact.file(GRAPH_FILES["evaluation"])
-    model = onnx.load(str(path), load_external_data=False)
+    model = onnx.load(str(artifact.file(GRAPH_FILES["evaluation"])), load_external_data=False)
     sums: dict[int, list[Any]] = {i: [] for i in range(layers)}
     for node in model.graph.node:
         if node.op_type == "Add" and node.output[0].startswith("layers.") and ".add" in node.output[0]:
             sums[int(node.output[0].split(".")[1])].append(node)
     names = [sums[0][0].input[0], *(sums[i][-1].output[0] for i in range(layers))]
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    data, options = expose_values(artifact, names)
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"]), names
+
+
+def expose_values(artifact: Artifact, names: Sequence[str]) -> tuple[bytes, Any]:
+    """The evaluation graph's bytes with more values as outputs, and session options that find its data.
+
+    The file itself is left alone.
+    """
+    import onnx
+    import onnxruntime
+
+    path = artifact.file(GRAPH_FILES["evaluation"])
+    model = onnx.load(str(path), load_external_data=False)
+    declared = {output.name for output in model.graph.output}
+    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in declared)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     options.add_session_config_entry(EXTERNAL_FOLDER, str(path.parent.absolute()))
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]), names
+    return model.SerializeToString(), options
