@@ -139,12 +139,28 @@ INTEGER_FORMATS: dict[str, Any] = {
     "with_head": {"weights": {"format": "int8", "skip": []}},
     "per_token": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8", "skip": []}},
     "float_head_input": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8"}},
+    "static": {"weights": {"format": "int8", "skip": []}, "activations": {"format": "int8", "granularity": "tensor"}},
     "cache": {"kv_cache": {"format": "int8"}},
     "all": {
         "weights": {"format": "int8", "skip": []},
         "activations": {"format": "int8", "skip": []},
         "kv_cache": {"format": "int8"},
     },
+}
+
+
+OTHER_FORMATS: dict[str, Any] = {
+    "fp8_weight_only": {"weights": {"format": "fp8_e4m3", "skip": []}},
+    "fp8_per_tensor": {"weights": {"format": "fp8_e4m3", "granularity": "tensor"}},
+    "fp8_static": {
+        "weights": {"format": "fp8_e4m3"},
+        "activations": {"format": "fp8_e4m3", "granularity": "tensor"},
+        "kv_cache": {"format": "fp8_e4m3"},
+    },
+    "fp8_per_token": {"weights": {"format": "fp8_e4m3"}, "activations": {"format": "fp8_e4m3"}},
+    "fp8_cache": {"kv_cache": {"format": "fp8_e4m3"}},
+    "int4": {"weights": {"format": "int4", "skip": []}},
+    "int4_small_groups": {"weights": {"format": "int4", "group_size": 32}, "kv_cache": {"format": "int8"}},
 }
 
 

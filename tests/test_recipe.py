@@ -21,7 +21,7 @@ def test_every_recipe_in_the_folder_is_valid_and_names_no_model(name):
         ({"weights": {"formt": "int8"}}, ["weights.formt", "format"]),
         ({"weights": {"format": "int3"}}, ["weights.format", "int3"]),
         ({"engine": {"batch": {"min": 4, "opt": 1, "max": 8}}}, ["engine.batch", "min <= opt <= max"]),
-        ({"activations": {"format": "int8"}}, ["activations.format needs weights.format"]),
+        ({"activations": {"format": "int8"}}, ["activations.format int8 needs weights.format int8"]),
         ({"schema_version": 2}, ["schema_version"]),
         ({"compute_dtype": "int8"}, ["compute_dtype"]),
         ({"parity": {"eager": {"kl_mean": float("nan")}}}, ["parity.eager.kl_mean"]),

@@ -52,13 +52,14 @@ FORMATS = {
         Format("bfloat16", 16, "BF16", "BFLOAT16", "bfloat16"),
         Format("int8", 8, "I8", "INT8", "int8", 127.0),
         Format("uint8", 8, "U8", "UINT8", "uint8"),
+        Format("int4", 4, "", "INT4", "int8", 7.0),  # in files two codes to a byte, as uint8
         Format("fp8_e4m3", 8, "F8_E4M3", "FLOAT8E4M3FN", "float8_e4m3fn", 448.0),
         Format("int32", 32, "I32", "INT32", "int32"),
         Format("int64", 64, "I64", "INT64", "int64"),
         Format("bool", 8, "BOOL", "BOOL", "bool"),
     )
 }
-BY_SAFETENSORS = {f.safetensors: f for f in FORMATS.values()}
+BY_SAFETENSORS = {f.safetensors: f for f in FORMATS.values() if f.safetensors}
 COMPUTE_FORMATS = ("float32", "float16", "bfloat16")
 
 
@@ -72,4 +73,4 @@ def format_named(name: str) -> Format:
 def format_of(tensor) -> str:  # noqa: ANN001 - torch must not be imported to describe a format
     """The name of a torch tensor's format."""
     name = str(tensor.dtype).removeprefix("torch.")
-    return next(f.name for f in FORMATS.values() if f.torch == name)
+    return next(f.name for f in BY_SAFETENSORS.values() if f.torch == name)

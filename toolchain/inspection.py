@@ -22,11 +22,11 @@ def inspect_path(path: Path) -> tuple[dict[str, Any], Page]:
 
 
 def _inspect_checkpoint(checkpoint: Checkpoint) -> tuple[dict[str, Any], Page]:
-    config, sizes = checkpoint.config, _sizes(checkpoint.tensors)
+    config, sizes = checkpoint.config, _sizes(_stored_tensors(checkpoint))
     document = {
         "kind": "checkpoint",
         "config": config.model_dump(mode="json"),
-        "parameters": sum(math.prod(e.shape) for e in checkpoint.tensors.values()),
+        "parameters": sum(math.prod(e.shape) for e in checkpoint.parameters.values()),
         "bytes_by_format": sizes,
         "kv_bytes_per_token": _kv_bytes(config),
         "notes": list(checkpoint.notes),
@@ -37,6 +37,11 @@ def _inspect_checkpoint(checkpoint: Checkpoint) -> tuple[dict[str, Any], Page]:
         *((("note", note)) for note in checkpoint.notes),
     )
     return document, Page(str(checkpoint.path), facts=facts, parts=(_size_table(sizes), _config_table(config)))
+
+
+def _stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    parameters = checkpoint.parameters.items()
+    return {f"{name}.{i}": entry for name, p in parameters for i, entry in enumerate(p.parts)}
 
 
 def _inspect_artifact(artifact: Artifact) -> tuple[dict[str, Any], Page]:

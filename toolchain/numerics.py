@@ -10,6 +10,7 @@ independent errors add as sqrt(N), those of the two computations compared as sqr
     tolerance = SCORE_SIZE * (u + u32 * sqrt(log2(width))) * sqrt(2 * (2 * layers + 1)) * max|reference|
 
 Symmetric quantization as ONNX QuantizeLinear defines it: code = clamp(round_half_even(x / scale)).
+E4M3 has no infinity: a cast beyond its range gives NaN in some libraries, so values are clamped first.
 """
 
 import math
@@ -19,6 +20,8 @@ import torch
 SCORE_SIZE = 8.0
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 INT8_QMAX = 127.0
+CODE_RANGE = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0), "fp8_e4m3": (-448.0, 448.0)}
+"""Smallest and largest code of each quantized format."""
 SMALLEST_SCALE = 2.0**-100
 """Scale of a row of zeros: positive and finite, so that 0 / scale is 0 and never NaN."""
 
@@ -29,23 +32,41 @@ def logit_tolerance(dtype: str, *, layers: int, width: int, largest: float) -> f
     return SCORE_SIZE * relative * math.sqrt(2 * (2 * layers + 1)) * largest
 
 
-def quantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """int8 codes of `x`; `scale` broadcasts against it."""
-    return (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+def quantize(x: torch.Tensor, scale: torch.Tensor, fmt: str = "int8") -> torch.Tensor:
+    """Codes of `x` in `fmt`; `scale` broadcasts against it. int4 codes lie one to a byte, as int8."""
+    low, high = CODE_RANGE[fmt]
+    ratio = x.float() / scale
+    if fmt == "fp8_e4m3":
+        return ratio.clamp(low, high).to(torch.float8_e4m3fn)
+    return ratio.round().clamp(low, high).to(torch.int8)
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float32 values of int8 codes; `scale` broadcasts against them."""
+    """float32 values of codes; `scale` broadcasts against them."""
     return codes.float() * scale
 
 
-def scale_from_amax(amax: torch.Tensor, qmax: float = INT8_QMAX) -> torch.Tensor:
-    """float32 scales amax / qmax, positive and finite. Raises ValueError on a non-finite amax."""
+def scale_from_amax(amax: torch.Tensor, fmt: str = "int8") -> torch.Tensor:
+    """float32 scales amax / (largest code), positive and finite. Raises ValueError on a non-finite amax."""
+    qmax = CODE_RANGE[fmt][1]
     if not bool(torch.isfinite(amax).all()):
         raise ValueError("amax is not finite: the tensor holds inf or NaN")
     return torch.where(amax > 0, amax.float() / qmax, SMALLEST_SCALE).clamp_min(SMALLEST_SCALE)
 
 
-def token_scale(x_BTI: torch.Tensor) -> torch.Tensor:
-    """Dynamic scale of each token: max|x| / 127 over the last axis, kept as a dim of 1."""
-    return x_BTI.float().abs().amax(-1, keepdim=True).clamp_min(SMALLEST_SCALE * INT8_QMAX) / INT8_QMAX
+def token_scale(x_BTI: torch.Tensor, fmt: str = "int8") -> torch.Tensor:
+    """Dynamic scale of each token: max|x| / qmax over the last axis, kept as a dim of 1."""
+    qmax = CODE_RANGE[fmt][1]
+    return x_BTI.float().abs().amax(-1, keepdim=True).clamp_min(SMALLEST_SCALE * qmax) / qmax
+
+
+def pack_int4(codes_OI: torch.Tensor) -> torch.Tensor:
+    """uint8 [O, I / 2] of int4 codes held as int8 [O, I]; the first of a pair in the low nibble, as in ONNX."""
+    nibbles = codes_OI.view(torch.uint8) & 0xF
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+
+
+def unpack_int4(packed_OJ: torch.Tensor) -> torch.Tensor:
+    """int8 codes [O, 2J] of packed nibbles uint8 [O, J]."""
+    nibbles = torch.stack((packed_OJ & 0xF, packed_OJ >> 4), dim=-1).flatten(-2).to(torch.int8)
+    return torch.where(nibbles > 7, nibbles - 16, nibbles)

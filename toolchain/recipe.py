@@ -29,29 +29,47 @@ class _Section(pydantic.BaseModel, frozen=True, extra="forbid"):
 
 
 class Weights(_Section, frozen=True):
-    """How the matrices are stored. `skip` holds exact module names or glob patterns."""
+    """How the matrices are stored: one scale per output channel, tensor, or `group_size` inputs of a channel.
 
-    format: Literal["none", "int8"] = "none"
-    granularity: Literal["channel", "tensor"] = "channel"
+    `skip` holds exact module names or glob patterns.
+    """
+
+    format: Literal["none", "int8", "fp8_e4m3", "int4"] = "none"
+    granularity: Literal["channel", "tensor", "group"] = "channel"
+    group_size: Literal[32, 64, 128] = 128
     algorithm: Literal["rtn"] = "rtn"
     skip: tuple[str, ...] = ("lm_head", "model.embed_tokens")
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _int4_is_in_groups(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("format") == "int4":
+            return {"granularity": "group"} | values
+        return values
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> Self:
+        if (self.format == "int4") != (self.granularity == "group"):
+            raise ValueError(f"granularity {self.granularity} does not go with format {self.format}: int4 is in groups")
+        return self
+
 
 class Activations(_Section, frozen=True):
-    """How the inputs of the quantized products are rounded; `token` is dynamic.
+    """How the inputs of the quantized products are rounded.
 
+    `token`: a dynamic scale per token. `tensor`: one static scale per product, from calibration.
     `skip` names products whose input stays in float; the head feeds no layer, only the choice.
     """
 
-    format: Literal["none", "int8"] = "none"
-    granularity: Literal["token"] = "token"
+    format: Literal["none", "int8", "fp8_e4m3"] = "none"
+    granularity: Literal["token", "tensor"] = "token"
     skip: tuple[str, ...] = ("lm_head",)
 
 
 class KVCache(_Section, frozen=True):
     """How the cache is stored; the scale is static, per layer, for K and V apart."""
 
-    format: Literal["none", "int8"] = "none"
+    format: Literal["none", "int8", "fp8_e4m3"] = "none"
     granularity: Literal["head", "tensor"] = "head"
 
 
@@ -147,8 +165,12 @@ class Recipe(_Section, frozen=True):
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.activations.format != "none" and self.weights.format == "none":
-            raise ValueError("activations.format needs weights.format: an integer product has two integer sides")
+        weights, activations = self.weights.format, self.activations.format
+        if activations not in ("none", weights):
+            raise ValueError(
+                f"activations.format {activations} needs weights.format {activations}, not {weights}: "
+                "both sides of a product have one format"
+            )
         return self
 
     @property
@@ -159,7 +181,12 @@ class Recipe(_Section, frozen=True):
     @property
     def needs_calibration(self) -> bool:
         """Whether anything in the recipe is measured on text (static scales)."""
-        return self.kv_cache.format != "none"
+        return self.kv_cache.format != "none" or self.has_static_activations
+
+    @property
+    def has_static_activations(self) -> bool:
+        """Whether activations are rounded with scales fixed in advance."""
+        return self.activations.format != "none" and self.activations.granularity == "tensor"
 
     def sections(self, stage: str) -> dict[str, Any]:
         """The part of the recipe that shapes the output of `stage`, as plain JSON types."""

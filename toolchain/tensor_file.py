@@ -172,7 +172,7 @@ def tensor_bytes(tensor) -> memoryview:  # noqa: ANN001 - torch must not be impo
     """The bytes of a contiguous torch tensor, without a copy."""
     import torch
 
-    return memoryview(tensor.detach().contiguous().view(torch.uint8).flatten().numpy())
+    return memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, object]) -> dict[str, TensorEntry]:

@@ -7,7 +7,7 @@ import torch
 
 from toolchain.artifact import create_artifact, open_artifact
 from toolchain.model.config import DecoderConfig
-from toolchain.model.hf import parameter_shapes
+from toolchain.model.hf import stored_shapes
 from toolchain.runners.runner import KVState, Limits
 from toolchain.tensor_file import write_tensors
 
@@ -97,7 +97,7 @@ class CopyingRunner(StubRunner):
 
 def make_artifact(path, config, dtype=torch.float32, extra=(), cache="float32"):
     with create_artifact(path, "export") as draft:
-        tensors = {n: torch.zeros(s, dtype=dtype) for n, s in parameter_shapes(config).items()} | dict(extra)
+        tensors = {n: torch.zeros(s, dtype=dtype) for n, s in stored_shapes(config).items()} | dict(extra)
         write_tensors(draft.path / "weights.safetensors", tensors)
         write_tensors(draft.path / "rope.safetensors", {"cos": torch.zeros(1024, 2)})
         draft.write_json("decoder.json", config.model_dump(mode="json"))

@@ -52,7 +52,7 @@ def test_a_sparse_checkpoint_has_the_true_shape_and_no_bytes(tmp_path):
     pretended = write_sparse_checkpoint(tmp_path / "8b", LLAMA_8B)
     assert pretended == 2 * 8_030_261_248
     checkpoint = open_checkpoint(tmp_path / "8b")
-    assert checkpoint.tensors["lm_head.weight"].shape == (128256, 4096)
+    assert checkpoint.parameters["lm_head.weight"].shape == (128256, 4096)
     assert (tmp_path / "8b" / "model.safetensors").stat().st_blocks * 512 < 1 << 20
 
 

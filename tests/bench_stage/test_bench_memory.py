@@ -6,7 +6,7 @@ from bench_runner_stubs import make_artifact, tiny_config
 
 from toolchain.bench import memory
 from toolchain.errors import DtoolError
-from toolchain.model.hf import parameter_shapes
+from toolchain.model.hf import parameter_shapes, stored_shapes
 from toolchain.recipe import Bench
 from toolchain.tensor_file import write_tensors
 
@@ -17,7 +17,7 @@ def write_checkpoint(folder, config):
     folder.mkdir()
     document = config.model_dump(mode="json", exclude={"rope_scaling", "eos_token_ids"})
     (folder / "config.json").write_text(json.dumps(document | {"model_type": "llama"}))
-    tensors = {n: torch.rand(s) for n, s in parameter_shapes(config).items()}
+    tensors = {n: torch.rand(s) for n, s in stored_shapes(config).items()}
     write_tensors(folder / "model.safetensors", tensors)
     return folder
 

@@ -36,7 +36,7 @@ def test_both_engines_are_built_for_three_targets_with_fused_attention(built):
         assert len(tactics) == 2
         assert all(tactic.startswith(kernel) for tactic in tactics)
         products = entry["summary"]["products"]
-        assert products["in_graph"] == sum(row["products"] for row in products["precisions"]) == 15
+        assert products["in_graph"] == sum(row["products"] for row in products["precisions"]) == 9
         assert {(row["activations"], row["weights"]) for row in products["precisions"]} == {("Half", "Half")}
 
 
@@ -98,7 +98,7 @@ def test_integer_products_are_compiled_as_asked(fp16, make_recipe, tmp_path, act
     for entry in engine.json("report.json")["engines"].values():
         rows = entry["summary"]["products"]["precisions"]
         assert {(row["activations"], row["weights"]): row["products"] for row in rows} == {
-            (asked, "Int8"): 14,
+            (asked, "Int8"): 8,
             ("Half", "Half"): 1,  # lm_head
         }
 

@@ -56,7 +56,7 @@ def test_query_head_reads_the_kv_head_of_its_group(tmp_path):
     decoder = load_decoder(tmp_path / "m")
     attention = decoder.model.layers[0].self_attn
     with torch.no_grad():
-        attention.v_proj.weight[: BASE["head_dim"]] = 0.0
+        attention.qkv_proj.weight[-2 * BASE["head_dim"] : -BASE["head_dim"]] = 0.0  # the first value head
     seen = []
     attention.o_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     run(decoder, torch.from_numpy(random_ids(5, 2, 9)), 0, decoder.new_caches(2, 9))
@@ -65,16 +65,16 @@ def test_query_head_reads_the_kv_head_of_its_group(tmp_path):
     assert (heads[3:] > 0).all()
 
 
-@pytest.mark.parametrize("cache_format", ["none", "int8"])
+@pytest.mark.parametrize("cache_format", ["none", "int8", "fp8_e4m3"])
 def test_stale_slots_never_show(tiny, cache_format):
     decoder = load_decoder(tiny[0])
-    for block in decoder.model.layers if cache_format == "int8" else ():
-        block.self_attn.k_scale = block.self_attn.v_scale = torch.full((2,), 0.05)
+    for block in decoder.model.layers if cache_format != "none" else ():
+        block.self_attn.quantize_cache((torch.full((2,), 0.05),) * 2, cache_format)
     ids = torch.from_numpy(random_ids(6, 2, 12))
     clean, dirty = (decoder.new_caches(2, 20, cache_format) for _ in range(2))
     for key, value in dirty:
-        key.fill_(float("nan") if cache_format == "none" else 127)
-        value.fill_(float("nan") if cache_format == "none" else 127)
+        key.fill_(127 if cache_format == "int8" else float("nan"))
+        value.fill_(127 if cache_format == "int8" else float("nan"))
     for start, end in ((0, 5), (5, 11), (11, 12)):
         assert torch.equal(run(decoder, ids[:, start:end], start, clean), run(decoder, ids[:, start:end], start, dirty))
 

@@ -54,7 +54,7 @@ def test_head_dim_of_the_config_wins_over_hidden_by_heads(tmp_path):
     save_tiny(tmp_path / "m", head_dim=32)
     checkpoint = open_checkpoint(tmp_path / "m")
     assert checkpoint.config.head_dim == 32
-    assert checkpoint.tensors["model.layers.0.self_attn.o_proj.weight"].shape == (64, 128)
+    assert checkpoint.parameters["model.layers.0.self_attn.o_proj.weight"].shape == (64, 128)
 
 
 def test_tied_matrix_under_either_name_fills_both(tmp_path):

@@ -27,14 +27,14 @@ def test_a_good_export_has_no_divergence(exported, eager):
 @pytest.mark.parametrize(
     "case",
     [
-        ("model.layers.0.self_attn.q_proj.weight", swap_rows, "layers.0.q_proj", "layout"),
-        ("model.layers.1.self_attn.k_proj.weight", scale_row, "layers.1.k_proj", "scale"),
-        ("model.layers.1.self_attn.v_proj.weight", spoil_row, "layers.1.v_proj", "weights"),
+        ("model.layers.0.self_attn.qkv_proj.weight", swap_rows, "layers.0.qkv_proj", "layout"),
+        ("model.layers.1.self_attn.qkv_proj.weight", scale_row, "layers.1.qkv_proj", "scale"),
+        ("model.layers.1.self_attn.qkv_proj.weight", spoil_row, "layers.1.qkv_proj", "weights"),
         ("model.layers.0.self_attn.o_proj.weight", spoil_row, "layers.0.after_attention", "weights"),
         ("model.layers.1.mlp.down_proj.weight", spoil_row, "layers.1.output", "weights"),
         ("lm_head.weight", spoil_row, "logits", "weights"),
         ("model.embed_tokens.weight", lambda w: w.bfloat16(), "embedding", "cast"),
-        ("model.layers.1.self_attn.q_proj.weight", lambda w: w.bfloat16(), "layers.1.q_proj", "cast"),
+        ("model.layers.1.self_attn.qkv_proj.weight", lambda w: w.bfloat16(), "layers.1.qkv_proj", "cast"),
     ],
 )
 def test_the_first_tensor_that_departs_is_named(spoil, eager, case):
@@ -58,11 +58,11 @@ def test_a_mask_that_hides_the_past_is_a_cache_fault(exported, eager, monkeypatc
 
     true_attend = decoder_module.attend_in_place
 
-    def forgetful(*inputs):
-        past, key_cache = inputs[5:7]
+    def forgetful(*inputs, **options):
+        past, key_cache = inputs[3:5]
         if int(past.max()) > 0:
             key_cache[:, :, : int(past.min())] = 0
-        return true_attend(*inputs)
+        return true_attend(*inputs, **options)
 
     monkeypatch.setattr(decoder_module, "attend_in_place", forgetful)
     found = find_divergence(open_artifact(exported), eager.decoder)
@@ -75,9 +75,10 @@ def test_tiled_kv_heads_are_a_layout_fault(exported, eager, monkeypatch):
 
     true_attend = decoder_module.attend_in_place
 
-    def tiled(q, *rest):
+    def tiled(qkv, *rest, **options):
         order = torch.arange(64).reshape(4, 16)[[0, 2, 1, 3]].flatten()
-        return true_attend(q[..., order], *rest)[..., order]
+        packed = torch.cat((qkv[..., order], qkv[..., 64:]), dim=-1)
+        return true_attend(packed, *rest, **options)[..., order]
 
     monkeypatch.setattr(decoder_module, "attend_in_place", tiled)
     found = find_divergence(open_artifact(exported), eager.decoder)

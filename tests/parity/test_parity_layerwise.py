@@ -49,7 +49,7 @@ def test_float_export_is_exact_layer_by_layer(exported):
     assert errors(exported, exported).max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["self_attn.v_scale", "self_attn.k_scale", "mlp.up_proj.weight_scale"])
+@pytest.mark.parametrize("name", ["self_attn.v_scale", "self_attn.k_scale", "mlp.gate_up_proj.weight_scale"])
 def test_one_wrong_scale_is_seen_in_its_layer_and_in_no_other(quantized, tmp_path, name):
     shutil.copytree(quantized, tmp_path / "bad")
     entry = read_header(tmp_path / "bad" / "weights.safetensors")[f"model.layers.1.{name}"]

@@ -96,7 +96,7 @@ def test_the_torch_decoder_of_an_export_against_itself_differs_in_nothing(export
 def swapped(exported, checkpoint, text_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("swapped") / "export"
     shutil.copytree(exported, folder)
-    spoil_rows(folder, "model.layers.0.self_attn.q_proj.weight", np.float32)
+    spoil_rows(folder, "model.layers.0.self_attn.qkv_proj.weight", np.float32)
     recipe = make_recipe(parity={"data": str(text_file), "eager": TIGHT})
     return run_parity(folder, recipe, model=checkpoint, report=quiet)
 
@@ -109,7 +109,7 @@ def test_two_swapped_rows_of_q_proj_fail(swapped):
 
 
 def test_a_failure_names_the_first_tensor_that_departs(swapped):
-    assert "layers.0.q_proj" in swapped.divergence
+    assert "layers.0.qkv_proj" in swapped.divergence
     assert "layout" in swapped.divergence
     assert swapped.document()["divergence"] == swapped.divergence
     assert swapped.divergence in dict(swapped.page().facts).values()
@@ -178,12 +178,12 @@ def test_half_precision_is_held_to_its_own_rounding(half, checkpoint, text_file)
 def test_wrong_stored_values_are_told_from_a_wrong_graph(half, checkpoint, text_file, tmp_path):
     folder = tmp_path / "spoilt"
     shutil.copytree(half, folder)
-    spoil_rows(folder, "model.layers.1.self_attn.k_proj.weight", np.float16)
+    spoil_rows(folder, "model.layers.1.self_attn.qkv_proj.weight", np.float16)
     recipe = make_recipe(parity={"data": str(text_file), "eager": TIGHT})
     report = run_parity(folder, recipe, model=checkpoint, report=quiet)
     assert report.verdict == "failed"
     assert "no tensor of the evaluation graph departs from fake_quant" in report.divergence
-    assert "grows most at layers.1.k_proj" in report.divergence
+    assert "grows most at layers.1.qkv_proj" in report.divergence
 
 
 def test_without_a_tokenizer_random_ids_stand_in_and_are_named(exported, checkpoint, tmp_path):

@@ -9,22 +9,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import INTEGER_FORMATS as FORMATS
-from tests.conftest import make_recipe, random_ids, save_tiny
+from tests.conftest import INTEGER_FORMATS, OTHER_FORMATS, make_recipe, random_ids, save_tiny
 from toolchain.artifact import MANIFEST, open_artifact
 from toolchain.errors import DtoolError
 from toolchain.export.stage import export_checkpoint
 from toolchain.graph_io import GRAPH_FILES, PHASES
 from toolchain.model.config import DecoderConfig
 from toolchain.model.load import load_artifact_decoder
-from toolchain.numerics import dequantize, quantize, scale_from_amax, token_scale
-from toolchain.quantize.kv_cache import calibrate_cache
+from toolchain.model.quantized import dequantize_weight
+from toolchain.numerics import dequantize, pack_int4, quantize, scale_from_amax, token_scale, unpack_int4
+from toolchain.quantize.calibration import calibrate
 from toolchain.quantize.plan import plan_quantization
 from toolchain.quantize.rtn import round_to_nearest
 from toolchain.quantize.stage import quantize_artifact
 from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import fake_quant_runner
 from toolchain.tensor_file import read_header, read_tensor
+
+FORMATS = INTEGER_FORMATS | OTHER_FORMATS
 
 pytestmark = pytest.mark.usefixtures("random_calibration")
 
@@ -48,16 +50,16 @@ def test_codes_are_those_of_onnx_quantize_linear(values, scale):
 @pytest.mark.parametrize("shape", [(48, 64), (64, 64)])
 def test_every_output_channel_has_its_own_scale_and_error_bound(shape):
     weight = torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]
-    codes, scale = round_to_nearest(weight, "channel")
+    codes, scale = round_to_nearest(weight, "int8", "channel")
     assert scale.shape == shape[:1]
     assert ((dequantize(codes, scale[:, None]) - weight).abs() <= scale[:, None] * 0.501).all()
 
 
 def test_zero_rows_stay_zero_and_leave_other_rows_alone():
     weight = torch.randn(5, 8)
-    plain = round_to_nearest(weight, "channel")
+    plain = round_to_nearest(weight, "int8", "channel")
     weight[2] = 0
-    codes, scale = round_to_nearest(weight, "channel")
+    codes, scale = round_to_nearest(weight, "int8", "channel")
     assert bool((scale > 0).all())
     assert bool((dequantize(codes, scale[:, None])[2] == 0).all())
     others = [0, 1, 3, 4]
@@ -65,8 +67,44 @@ def test_zero_rows_stay_zero_and_leave_other_rows_alone():
 
 
 def test_tensor_granularity_has_one_scale():
-    _, scale = round_to_nearest(torch.randn(5, 8), "tensor")
+    _, scale = round_to_nearest(torch.randn(5, 8), "int8", "tensor")
     assert len(scale.unique()) == 1
+
+
+def test_parts_of_a_merged_matrix_have_scales_of_their_own():
+    weight = torch.cat((torch.randn(4, 8), 100 * torch.randn(2, 8)))
+    _, scale = round_to_nearest(weight, "int8", "tensor", parts=(4, 2))
+    assert [len(part.unique()) for part in scale.split((4, 2))] == [1, 1]
+    assert scale[0] < scale[-1] / 10
+
+
+@pytest.mark.parametrize("value", [447.0, 464.0, 465.0, 1000.0, -1000.0])
+def test_fp8_codes_never_leave_their_range(value):
+    code = quantize(torch.tensor([value]), torch.tensor(1.0), "fp8_e4m3")
+    assert code.float().item() == np.sign(value) * 448
+    assert int(code.view(torch.uint8)[0]) & 0x7F != 0x7F
+
+
+@pytest.mark.parametrize("width", [32, 64, 128])
+def test_int4_groups_have_their_own_scale_and_pack_low_nibble_first(width):
+    weight = torch.randn(6, 128) * torch.logspace(-3, 3, 6)[:, None]
+    packed, scale = round_to_nearest(weight, "int4", "group", group_size=width)
+    assert (packed.shape, scale.shape) == ((6, 64), (6, 128 // width))
+    values = dequantize_weight(packed, scale)
+    assert ((values - weight).abs() <= scale.repeat_interleave(width, 1) * 0.501).all()
+    first = round(float(weight[0, 0] / scale[0, 0]))
+    assert int(packed[0, 0]) & 0xF == first % 16
+    assert torch.equal(pack_int4(unpack_int4(packed)), packed)
+
+
+def test_a_group_that_does_not_fit_is_made_smaller_and_told_or_refused(exported, tmp_path):
+    config = DecoderConfig.model_validate(open_artifact(exported).json("decoder.json"))
+    plan = plan_quantization(config, make_recipe(weights={"format": "int4"}))
+    assert plan.groups["model.layers.0.mlp.down_proj"] == 128
+    assert plan.groups["model.layers.0.self_attn.qkv_proj"] == 64
+    assert "6 matrices in groups of 64: 128 does not divide 64" in plan.notes
+    with pytest.raises(DtoolError, match="cannot be stored as int4"):
+        plan_quantization(config.model_copy(update={"hidden_size": 80}), make_recipe(weights={"format": "int4"}))
 
 
 def test_non_finite_statistics_are_an_error():
@@ -142,7 +180,7 @@ def test_products_meet_dequantized_weights_directly(exported, tmp_path, name):
         integer += stored is not None and stored.op_type == "DequantizeLinear"
         if name == "per_token":
             assert producers[product.input[0]].op_type == "DequantizeLinear"
-    assert (len(products), integer) == (15, 14 if name == "weight_only" else 15)
+    assert (len(products), integer) == (9, 8 if name == "weight_only" else 9)
     zeros = [t for t in model.graph.initializer if t.name == "quantize.zero"]
     assert all(onnx.numpy_helper.to_array(t) == 0 for t in zeros)
 
@@ -170,7 +208,7 @@ def test_same_input_gives_the_same_bytes(exported, tmp_path):
 def test_manifest_says_what_was_done_and_what_was_left(exported, tmp_path):
     artifact = quantized(exported, tmp_path / "q", **FORMATS["weight_only"])
     details = json.loads((artifact.path / MANIFEST).read_text())["details"]
-    assert len(details["quantized"]) == 14
+    assert len(details["quantized"]) == 8
     assert details["not_quantized"] == ["lm_head", "model.embed_tokens"]
 
 
@@ -213,8 +251,26 @@ def test_doubled_cache_scale_changes_the_output(exported, tmp_path):
 def test_ranges_do_not_depend_on_the_batch_size(exported):
     decoder, _ = load_artifact_decoder(open_artifact(exported))
     blocks = random_ids(14, 6, 30)
-    one, six = (calibrate_cache(decoder, blocks, batch=b, granularity="head", report=lambda _: None) for b in (1, 6))
+
+    def scales(batch, granularity):
+        recipe = make_recipe(kv_cache={"format": "int8", "granularity": granularity}, calibration={"batch": batch})
+        return calibrate(decoder, blocks, recipe, (), lambda _: None)
+
+    one, six = scales(1, "head"), scales(6, "head")
     for name, scale in one.items():
         torch.testing.assert_close(six[name], scale, rtol=1e-5, atol=0)
-    tensor = calibrate_cache(decoder, blocks, batch=6, granularity="tensor", report=lambda _: None)
-    assert all(len(scale.unique()) == 1 for scale in tensor.values())
+    assert all(len(scale.unique()) == 1 for scale in scales(6, "tensor").values())
+
+
+def test_static_input_scales_are_the_measured_amax_of_each_product(exported, tmp_path):
+    artifact = quantized(exported, tmp_path / "q", **FORMATS["static"])
+    decoder, _ = load_artifact_decoder(open_artifact(exported))
+    seen = []
+    decoder.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.inference_mode():
+        ids = torch.from_numpy(random_ids(11, 4, 48))
+        decoder(ids, torch.zeros(4, dtype=torch.int64), decoder.new_caches(4, 48))
+    entries = read_header(artifact.path / "weights.safetensors")
+    scale = read_tensor(entries["model.layers.1.mlp.down_proj.input_scale"])
+    torch.testing.assert_close(scale, seen[0].abs().max() / 127, rtol=1e-6, atol=0)
+    assert "lm_head.input_scale" not in entries  # activations.skip leaves the head's input in float

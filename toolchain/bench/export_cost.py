@@ -10,7 +10,7 @@ from typing import Any
 
 from toolchain.bench import measured
 from toolchain.errors import DtoolError
-from toolchain.model.hf import config_from_hf, parameter_shapes
+from toolchain.model.hf import config_from_hf, stored_shapes
 from toolchain.report import Page, Table
 from toolchain.tensor_file import build_header
 
@@ -101,7 +101,7 @@ def write_sparse_checkpoint(folder: Path, config_dict: Mapping[str, Any]) -> int
     family dtool knows; its dtype is that of the weights. No tokenizer.
     """
     config = config_from_hf(dict(config_dict), {})
-    header, ranges = build_header({n: (config.dtype, s) for n, s in parameter_shapes(config).items()})
+    header, ranges = build_header({n: (config.dtype, s) for n, s in stored_shapes(config).items()})
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dict(config_dict), indent=2) + "\n", "utf-8")
     with (folder / "model.safetensors").open("wb") as stream:

@@ -1,9 +1,10 @@
 """Finding the products of a graph: which activations meet which stored matrix, and how.
 
-Three forms leave the exporter and the quantizer, all with the matrix stored [out, in]:
+Four forms leave the exporter and the quantizer, all with the matrix stored [out, in]:
 
     float        MatMul(x, Transpose(W))
     weight_only  MatMul(x, Transpose(DequantizeLinear(codes, scale)))
+    static       MatMul(DQ(Q(x, s), s), Transpose(DequantizeLinear(codes, scale)))
     per_token    Mul(MatMul(DQ(Q(x / s)), Transpose(DequantizeLinear(codes, scale))), s)
 """
 
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from toolchain.errors import DtoolError
+from toolchain.model.quantized import INPUT_SCALE
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One product: float input, stored matrix (and scale) by name, the node and value to replace."""
+    """One product: float input, stored matrix (and scales) by name, the node and value to replace."""
 
     kind: str
     x: ir.Value
@@ -24,19 +26,12 @@ class Linear:
     scale: str | None
     first: ir.Node
     output: ir.Value
+    input_scale: str | None = None
 
 
 def find_linears(graph: ir.Graph) -> list[Linear]:
     """Every product with a stored matrix, in graph order. Raises DtoolError on an unknown form."""
     return [_linear(node) for node in graph if node.op_type == "MatMul" and node.domain == ""]
-
-
-def group_linears(linears: list[Linear]) -> list[list[Linear]]:
-    """Products of one input and kind together: q, k, v; gate, up. One product serves each group."""
-    groups: dict[tuple[int, str], list[Linear]] = {}
-    for linear in linears:
-        groups.setdefault((id(linear.x), linear.kind), []).append(linear)
-    return list(groups.values())
 
 
 def _linear(node: ir.Node) -> Linear:
@@ -57,6 +52,13 @@ def _linear(node: ir.Node) -> Linear:
     rounded = _producer(x)
     if rounded is None or rounded.op_type != "DequantizeLinear":
         return Linear("weight_only", x, str(codes.name), str(scale.name), node, node.outputs[0])
+    fixed = rounded.inputs[1]
+    if fixed is not None and str(fixed.name).endswith(INPUT_SCALE):
+        quantize = _chain(rounded, "QuantizeLinear")
+        if quantize is None or quantize.inputs[0] is None:
+            raise _unknown(node)
+        names = str(codes.name), str(scale.name)
+        return Linear("static", quantize.inputs[0], *names, node, node.outputs[0], str(fixed.name))
     ratio = _chain(rounded, "QuantizeLinear", "Div")
     scaled = next(iter(node.outputs[0].uses())).node
     if ratio is None or scaled.op_type != "Mul" or ratio.inputs[0] is None:

@@ -1,10 +1,11 @@
 """The embedded backend: the artifact's graphs rewritten for ONNX Runtime's CPU kernels.
 
-Attention becomes com.microsoft.GroupQueryAttention over the same in-place cache. Products of one
-input are merged, and integer weights meet integer activations in MatMulIntegerToFloat, whose sums
-are exact, so a token's result does not depend on what else is in the batch or the call:
+Attention becomes com.microsoft.GroupQueryAttention over the same in-place cache, and integer weights
+meet integer activations in MatMulIntegerToFloat, whose sums are exact, so a token's result does not
+depend on what else is in the batch or the call:
 
     per token     y = s * (q . C^T) * scale          s = max|x| / 127, q = round(x / s)
+    static        the same with s from calibration
     weight-only   y = s * (q1 . C^T + q2 . C^T / 254) * scale,   q2 = round(254 * (x / s - q1))
 
 The second spends two int8 digits (about 15 bits) on each activation, stacked as two rows of one
@@ -25,7 +26,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
 from toolchain.artifact import Artifact, Draft
-from toolchain.engine.linears import Linear, find_linears, group_linears
+from toolchain.engine.linears import Linear, find_linears
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES, Phase, external_initializer
 from toolchain.model.config import DecoderConfig
@@ -73,7 +74,7 @@ def build_onnxruntime(source: Artifact, draft: Draft, report: Callable[[str], No
     shared = RewrittenGraphs(config, read_header(source.file(WEIGHTS)), not probe_integer_products())
     models = {phase: _rewrite(source.file(GRAPH_FILES[phase]), phase, shared) for phase in PHASES}
     _write_tensors(shared, draft)
-    report(f"{sum(shared.products.values())} products merged or made integer")
+    report(f"{sum(shared.products.values())} products in the form of the runtime")
     (draft.path / ROPE).write_bytes(source.file(ROPE).read_bytes())
     entries = read_header(draft.path / WEIGHTS)
     for phase in PHASES:
@@ -98,8 +99,8 @@ def _rewrite(path: Path, phase: Phase, shared: RewrittenGraphs) -> ir.Model:
     model = ir.serde.deserialize_model(onnx.load(path, load_external_data=False))
     rewriter = _Rewriter(model.graph, phase, shared)
     rewriter.embedding()
-    for group in group_linears(find_linears(model.graph)):
-        rewriter.product(group)
+    for linear in find_linears(model.graph):
+        rewriter.product(linear)
     rewriter.attention()
     RemoveUnusedNodesPass()(model)
     RemoveUnusedFunctionsPass()(model)
@@ -155,35 +156,31 @@ class _Rewriter:
 
     # ---- matrices ----
 
-    def matrix(self, names: list[str]) -> ir.Value:
-        """The matrices [out, in] side by side, transposed to [in, out] as the kernels read them."""
-        entries = [self.shared.source[name] for name in names]
-        quantized = entries[0].dtype == "int8"
-        unsigned = quantized and self.shared.unsigned_weights
+    def matrix(self, name: str) -> ir.Value:
+        """The matrix [out, in] transposed to [in, out], as the kernels read it."""
+        entry = self.shared.source[name]
+        unsigned = entry.dtype == "int8" and self.shared.unsigned_weights
 
         def make() -> object:
             import torch
 
-            joined = torch.cat([read_tensor(entry) for entry in entries])
+            stored = read_tensor(entry)
             if unsigned:
-                joined = (joined.to(torch.int16) + 128).to(torch.uint8)
-            return joined.mT.contiguous()
+                stored = (stored.to(torch.int16) + 128).to(torch.uint8)
+            return stored.mT.contiguous()
 
-        shape = (entries[0].shape[1], sum(entry.shape[0] for entry in entries))
-        dtype = "uint8" if unsigned else entries[0].dtype
-        return self.stored("+".join(names) + ".transposed", StoredTensor(dtype, shape, make))
+        dtype = "uint8" if unsigned else entry.dtype
+        return self.stored(f"{name}.transposed", StoredTensor(dtype, entry.shape[::-1], make))
 
-    def scales(self, names: list[str], divisor: float = 1.0) -> ir.Value:
-        """The scales of the matrices, one after the other, divided by `divisor`."""
-        entries = [self.shared.source[name] for name in names]
+    def scales(self, name: str, divisor: float = 1.0) -> ir.Value:
+        """The scales of a matrix, divided by `divisor`."""
+        entry = self.shared.source[name]
 
         def make() -> object:
-            import torch
+            return read_tensor(entry) / divisor
 
-            return torch.cat([read_tensor(entry) for entry in entries]) / divisor
-
-        name = "+".join(names) + ("" if divisor == 1.0 else f"/{divisor:g}")
-        return self.stored(name, StoredTensor("float32", (sum(e.shape[0] for e in entries),), make))
+        stored = name if divisor == 1.0 else f"{name}/{divisor:g}"
+        return self.stored(stored, StoredTensor("float32", entry.shape, make))
 
     def embedding(self) -> None:
         """Read rows from the matrix the head uses, so that a tied matrix is stored once.
@@ -197,7 +194,7 @@ class _Rewriter:
             tied = len({usage.node.op_type for usage in table.uses()}) > 1
             self.position = node
             if dequantize is None and tied:
-                rows = self._columns([str(table.name)], ids)
+                rows = self._columns(str(table.name), ids)
             elif dequantize is not None and dequantize.op_type == "DequantizeLinear":
                 codes, scale = (str(v.name) for v in dequantize.inputs[:2] if v is not None)
                 rows = self._integer_rows(codes, scale, ids)
@@ -205,39 +202,36 @@ class _Rewriter:
                 continue
             ir.convenience.replace_all_uses_with(node.outputs[0], rows)
 
-    def _columns(self, names: list[str], ids: ir.Value | None) -> ir.Value:
-        return self.op("Transpose", self.op("Gather", self.matrix(names), ids, axis=1), perm=[1, 2, 0])
+    def _columns(self, name: str, ids: ir.Value | None) -> ir.Value:
+        return self.op("Transpose", self.op("Gather", self.matrix(name), ids, axis=1), perm=[1, 2, 0])
 
     def _integer_rows(self, codes: str, scale: str, ids: ir.Value | None) -> ir.Value:
-        rows = self.op("Cast", self._columns([codes], ids), to=int(ir.DataType.FLOAT))
+        rows = self.op("Cast", self._columns(codes, ids), to=int(ir.DataType.FLOAT))
         if self.shared.unsigned_weights:
             rows = self.op("Sub", rows, self.constant("offset", np.array(128.0, np.float32)))
-        scale_rows = self.op("Gather", self.scales([scale]), ids, axis=0)
+        scale_rows = self.op("Gather", self.scales(scale), ids, axis=0)
         axis = self.constant("axis", np.array([-1], np.int64))
         return self.op("Mul", rows, self.op("Unsqueeze", scale_rows, axis))
 
     # ---- products ----
 
-    def product(self, group: list[Linear]) -> None:
-        """One product for all matrices that read the same input."""
-        self.position = group[0].first
-        names = [linear.weight for linear in group]
-        kind = group[0].kind
+    def product(self, linear: Linear) -> None:
+        """The integer (or float) product of one matrix, in the kernels' own form."""
+        self.position = linear.first
+        kind = linear.kind
         self.shared.products[kind] = self.shared.products.get(kind, 0) + (self.phase == "decode")
+        weight = self.matrix(linear.weight)
         if kind == "float":
-            merged = self.op("MatMul", group[0].x, self.matrix(names))
+            output = self.op("MatMul", linear.x, weight)
+        elif kind == "weight_only":
+            output = self._two_digit_product(linear.x, weight, self.scales(str(linear.scale), INT8_QMAX))
+        elif kind == "static":
+            scale = self.scales(str(linear.input_scale))
+            codes = self.op("QuantizeLinear", linear.x, scale, self._zero())
+            output = self.op("Mul", self._exact_sums(codes, weight, self.scales(str(linear.scale))), scale)
         else:
-            two = kind == "weight_only"
-            scales = self.scales([str(linear.scale) for linear in group], INT8_QMAX if two else 1.0)
-            product = self._two_digit_product if two else self._one_digit_product
-            merged = product(group[0].x, self.matrix(names), scales)
-        outputs = [merged]
-        if len(group) > 1:
-            sizes = np.array([self.shared.source[name].shape[0] for name in names], np.int64)
-            split = self.constant("split." + "+".join(map(str, sizes)), sizes)
-            outputs = list(self.op("Split", merged, split, outputs=len(group), axis=-1))
-        for linear, output in zip(group, outputs, strict=True):
-            self._replace(linear.output, output)
+            output = self._one_digit_product(linear.x, weight, self.scales(str(linear.scale)))
+        self._replace(linear.output, output)
 
     def _replace(self, old: ir.Value, new: ir.Value) -> None:
         if old in self.graph.outputs:
@@ -312,17 +306,15 @@ class _Rewriter:
             self._group_query(node, last32, total32, new32)
 
     def _group_query(self, node: ir.Node, last: ir.Value, total: ir.Value, new: ir.Value) -> None:
-        q, k, v, cos, sin, _, key, value, *scales = node.inputs
+        packed, cos, sin, _, key, value, *scales = node.inputs
         attributes = {name: node.attributes[name].as_int() for name in ("num_heads", "num_kv_heads")}
         extra: dict[str, object] = {}
         wide = [self._wide_scale(str(s.name)) for s in scales if s is not None]
         if wide:
             extra = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
-        packed = self._packed(q, k, v)
-        qkv = (packed, None, None) if packed is not None else (q, k, v)
         outputs = self.op(
             "GroupQueryAttention",
-            *qkv, key, value, last, total, cos, sin, None, None, None,
+            packed, None, None, key, value, last, total, cos, sin, None, None, None,
             *(wide or (None, None)), None, None, new,
             domain=MICROSOFT,
             outputs=3,
@@ -334,14 +326,6 @@ class _Rewriter:
         )  # fmt: skip
         for old, replacement in zip(node.outputs, outputs, strict=True):
             self._replace(old, replacement)
-
-    def _packed(self, *parts: ir.Value | None) -> ir.Value | None:
-        """The merged product whose split gave q, k and v, when nothing stands between."""
-        producers = {id(part.producer()) for part in parts if part is not None}
-        split = parts[0].producer() if parts[0] is not None else None
-        if len(producers) == 1 and split is not None and split.op_type == "Split":
-            return split.inputs[0]
-        return None
 
     def _wide_scale(self, name: str) -> ir.Value:
         entry, dim = self.shared.source[name], self.shared.config.head_dim

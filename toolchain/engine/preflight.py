@@ -17,7 +17,7 @@ from toolchain.graph_io import GRAPH_FILES
 from toolchain.model.config import DecoderConfig
 from toolchain.recipe import Engine, Recipe
 
-ATTENTION_ABI = 1
+ATTENTION_ABI = 2
 """The abi of `ops.attention`, repeated so that a refusal need not wait for torch; a test compares them."""
 
 STANDARD_DOMAINS = ("", "ai.onnx")

@@ -56,7 +56,7 @@ def check_source(source: Artifact, recipe: Recipe) -> None:
     asked = {
         "weights.format": (recipe.weights.format, details.get("weight_format", "none")),
         "kv_cache.format": (recipe.kv_cache.format, details.get("kv_format", "none")),
-        "activations.format": (recipe.activations.format, "int8" if details.get("per_token") else "none"),
+        "activations.format": (recipe.activations.format, (details.get("activation_format") or ("none",))[0]),
     }
     for key, (wanted, found) in asked.items():
         if wanted not in ("none", found):

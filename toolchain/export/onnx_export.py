@@ -82,7 +82,10 @@ def trace_decoder(config: DecoderConfig, compute_dtype: str) -> TracedLayer:
             dynamo=True,
             optimize=False,
             verbose=False,
-            custom_translation_table={torch.ops.dtool.fused_attention.default: _attention_node},
+            custom_translation_table={
+                torch.ops.dtool.fused_attention.default: _attention_node,
+                torch.ops.aten.split.Tensor: _split_node,
+            },
         )
     assert program is not None
     return _locate_layer(program.model.graph)
@@ -108,11 +111,20 @@ class _quiet_exporter:  # noqa: N801 - a context manager
         self.logger.setLevel(self.level)
 
 
-def _attention_node(q, k, v, cos, sin, past, key, value, *_, **__):  # noqa: ANN001, ANN002, ANN003, ANN202
+def _attention_node(qkv, cos, sin, past, key, value, *_, **__):  # noqa: ANN001, ANN002, ANN003, ANN202
     """Emit the op itself; its attributes are set when the layer is stamped."""
     tape = evaluator.default()
-    node = ir.Node(DOMAIN, OP_TYPE, [q, k, v, cos, sin, past, key, value], num_outputs=3, version=1)
+    node = ir.Node(DOMAIN, OP_TYPE, [qkv, cos, sin, past, key, value], num_outputs=3, version=1)
     tape.nodes.append(node)  # type: ignore[attr-defined]
+    return list(node.outputs)
+
+
+def _split_node(x, size, dim=0):  # noqa: ANN001, ANN202
+    """Emit equal parts as outputs of one Split; the exporter's own form is a sequence, which compilers refuse."""
+    count = int(x.shape[dim]) // int(size)
+    attributes = ir.convenience.convert_attributes({"axis": dim, "num_outputs": count})
+    node = ir.Node("", "Split", [x], attributes, num_outputs=count)
+    evaluator.default().nodes.append(node)  # type: ignore[attr-defined]
     return list(node.outputs)
 
 

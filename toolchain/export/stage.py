@@ -7,7 +7,7 @@ from pathlib import Path
 from toolchain.artifact import Artifact, check_output, create_artifact, hash_file, open_artifact, stage_key
 from toolchain.export.weights import checkpoint_identity, write_weights
 from toolchain.graph_io import CACHE_LAYOUT, GRAPH_FILES, PHASES, external_initializer, graph_io
-from toolchain.model.config import DecoderConfig
+from toolchain.model.config import MERGED, DecoderConfig
 from toolchain.model.hf import Checkpoint, open_checkpoint
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
@@ -40,7 +40,11 @@ def export_checkpoint(
         draft.packages = PACKAGES
         draft.key = stage_key(STAGE, draft.lineage, draft.recipe, PACKAGES)
         draft.kv_contract = kv_contract(checkpoint.config, recipe.compute_dtype)
-        draft.details = {"source_dtype": checkpoint.config.dtype, "compute_dtype": recipe.compute_dtype}
+        draft.details = {
+            "source_dtype": checkpoint.config.dtype,
+            "compute_dtype": recipe.compute_dtype,
+            "merged": {name: list(parts) for name, parts in MERGED.items()},
+        }
     return open_artifact(out, (STAGE,), check_hashes=False)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS, format_named
-from toolchain.model.hf import Checkpoint
+from toolchain.model.hf import Checkpoint, part_names
 from toolchain.tensor_file import (
     Chunk,
     TensorEntry,
@@ -39,9 +39,9 @@ def checkpoint_identity(checkpoint: Checkpoint) -> str:
 
     It does not depend on shards or on the order in them. Reads every byte.
     """
-    header, _ = build_header({n: (e.dtype, e.shape) for n, e in checkpoint.tensors.items()})
+    header, _ = build_header({n: (p.dtype, p.shape) for n, p in checkpoint.parameters.items()})
     digest = hashlib.sha256(header)
-    for entry in checkpoint.tensors.values():
+    for _, entry in _parts(checkpoint):
         for chunk in read_chunks(entry):
             _update(digest, chunk)
     return digest.hexdigest()
@@ -54,16 +54,22 @@ def write_weights(checkpoint: Checkpoint, compute_dtype: str, path: Path) -> Wri
     both digests. Raises DtoolError when a value is not finite in the new format.
     """
     target = format_named(compute_dtype)
-    header, _ = build_header({n: (target.name, e.shape) for n, e in checkpoint.tensors.items()})
-    converts = any(e.dtype != target.name for e in checkpoint.tensors.values())
+    header, _ = build_header({n: (target.name, p.shape) for n, p in checkpoint.parameters.items()})
+    converts = any(e.dtype != target.name for _, e in _parts(checkpoint))
     if not converts:
-        chunks = (chunk for name, entry in checkpoint.tensors.items() for chunk in _finite_chunks(name, entry))
+        chunks = (chunk for name, entry in _parts(checkpoint) for chunk in _finite_chunks(name, entry))
         digest = write_stream(path, header, chunks)
         return WrittenWeights(read_header(path), digest, digest)
-    source_header, _ = build_header({n: (e.dtype, e.shape) for n, e in checkpoint.tensors.items()})
+    source_header, _ = build_header({n: (p.dtype, p.shape) for n, p in checkpoint.parameters.items()})
     source = hashlib.sha256(source_header)
     digest = write_stream(path, header, _converted(checkpoint, target.name, source))
     return WrittenWeights(read_header(path), digest, source.hexdigest())
+
+
+def _parts(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorEntry]]:
+    """Every stored tensor under its checkpoint name; rows of a merged matrix follow one another."""
+    for name, parameter in checkpoint.parameters.items():
+        yield from zip(part_names(name), parameter.parts, strict=True)
 
 
 def _finite_chunks(name: str, entry: TensorEntry) -> Iterator[Chunk]:
@@ -93,7 +99,7 @@ def _require_finite(name: str, chunk: bytes | memoryview, dtype: str) -> None:
 
 
 def _converted(checkpoint: Checkpoint, target: str, source: "hashlib._Hash") -> Iterator[Chunk]:
-    for name, entry in checkpoint.tensors.items():
+    for name, entry in _parts(checkpoint):
         for chunk in read_chunks(entry, holes=False):
             _update(source, chunk)
             yield chunk if entry.dtype == target else _convert(name, bytes(chunk), entry.dtype, target)

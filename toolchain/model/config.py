@@ -25,6 +25,10 @@ class RopeScaling(pydantic.BaseModel, frozen=True, extra="forbid"):
         return self
 
 
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Matrices with one input are stored and multiplied as one: rows of the parts, one after the other."""
+
+
 class DecoderConfig(pydantic.BaseModel, frozen=True, extra="forbid"):
     """Shape and mechanisms of one decoder-only model."""
 
@@ -57,6 +61,12 @@ class DecoderConfig(pydantic.BaseModel, frozen=True, extra="forbid"):
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd: rotary pairs need an even one")
         return self
+
+    def part_sizes(self, name: str) -> tuple[int, ...] | None:
+        """Rows of each part of a merged matrix, by the name of its parameter; None for a matrix of one part."""
+        q, kv = (n * self.head_dim for n in (self.num_attention_heads, self.num_key_value_heads))
+        sizes = {"qkv_proj": (q, kv, kv), "gate_up_proj": (self.intermediate_size,) * 2}
+        return next((sizes[part] for part in name.split(".") if part in sizes), None)
 
     @property
     def kv_bytes_per_token_fp16(self) -> int:

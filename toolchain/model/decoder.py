@@ -3,18 +3,22 @@
     h = E[ids];  per layer:  h += O(attention(QKV(norm(h))));  h += down(act(gate(norm(h))) * up(norm(h)))
     logits = W norm(h)
 
-Parameters carry the Hugging Face names, so loading needs no map. The cache is written in place.
+Parameters carry the Hugging Face names, so loading needs no map; but q, k and v, and gate and up, which
+read one input, are one matrix each (`MERGED`), so that every runtime makes one product of them. The
+cache is written in place.
 
 Legend: B batch, T new tokens, E hidden, F feed-forward, V vocab, C capacity, K KV heads, D head dim.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
+from toolchain.formats import format_named
 from toolchain.model.config import DecoderConfig
 from toolchain.model.rope import rope_tables
 from toolchain.ops.attention import AttentionSpec, attend_in_place, fused_attention
@@ -80,25 +84,23 @@ class Attention(nn.Module):
         super().__init__()
         self.spec = attention_spec(config)
         hidden, bias = config.hidden_size, config.attention_bias
-        width, kv_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = Linear(hidden, width, bias=bias)
-        self.k_proj = Linear(hidden, kv_width, bias=bias)
-        self.v_proj = Linear(hidden, kv_width, bias=bias)
-        self.o_proj = Linear(width, hidden, bias=bias)
-        self.k_scale: torch.Tensor | None = None
-        self.v_scale: torch.Tensor | None = None
+        self.qkv_proj = Linear(hidden, self.spec.packed_width, bias=bias)
+        self.o_proj = Linear(config.num_attention_heads * config.head_dim, hidden, bias=bias)
+        self.scales_K: LayerCache | None = None
 
     def forward(
         self, x_BTE: torch.Tensor, rope: LayerCache, past_lengths_B: torch.Tensor, cache: LayerCache
     ) -> tuple[torch.Tensor, LayerCache]:
-        inputs = (self.q_proj(x_BTE), self.k_proj(x_BTE), self.v_proj(x_BTE), *rope, past_lengths_B, *cache)
+        inputs = (self.qkv_proj(x_BTE), *rope, past_lengths_B, *cache)
         if torch.compiler.is_exporting():
-            s = self.spec
-            attributes = (s.num_heads, s.num_kv_heads, s.head_dim, s.scale, s.rotary_dim)
-            out_BTE, *new_cache = fused_attention(*inputs, *attributes)
+            out_BTE, *new_cache = fused_attention(*inputs, self.spec.num_heads, self.spec.num_kv_heads)
             return self.o_proj(out_BTE), (new_cache[0], new_cache[1])
-        out_BTE = attend_in_place(*inputs, self.k_scale, self.v_scale, self.spec)
+        out_BTE = attend_in_place(*inputs, self.spec, scales_K=self.scales_K)
         return self.o_proj(out_BTE), cache
+
+    def quantize_cache(self, scales_K: LayerCache, cache_format: str) -> None:
+        """Keep codes of `cache_format` in the cache from now on, with these float32 scales [K] of K and V."""
+        self.scales_K, self.spec = scales_K, replace(self.spec, cache_format=cache_format)
 
 
 class FeedForward(nn.Module):
@@ -107,12 +109,12 @@ class FeedForward(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(hidden, inner, bias=bias)
-        self.up_proj = Linear(hidden, inner, bias=bias)
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias)
         self.down_proj = Linear(inner, hidden, bias=bias)
 
     def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTE)) * self.up_proj(x_BTE))
+        gate_BTF, up_BTF = self.gate_up_proj(x_BTE).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate_BTF) * up_BTF)
 
 
 class Block(nn.Module):
@@ -175,7 +177,7 @@ class Decoder(nn.Module):
         return self.lm_head(self.model.norm(x_BTE)).float()
 
     def new_caches(self, batch: int, capacity: int, cache_format: str = "none") -> list[LayerCache]:
-        """Zeroed caches [B, K, C, D] for every layer, in the compute dtype or int8."""
+        """Zeroed caches [B, K, C, D] for every layer, in the compute dtype or the cache's format."""
         shape = (batch, self.config.num_key_value_heads, capacity, self.config.head_dim)
-        dtype = torch.int8 if cache_format == "int8" else self.model.norm.weight.dtype
+        dtype = self.model.norm.weight.dtype if cache_format == "none" else format_named(cache_format).torch_dtype
         return [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in self.model.layers]

@@ -12,7 +12,7 @@ from typing import Any
 import pydantic
 
 from toolchain.errors import DtoolError, did_you_mean, name_list
-from toolchain.model.config import DecoderConfig
+from toolchain.model.config import MERGED, DecoderConfig
 from toolchain.tensor_file import TensorEntry, read_header
 
 FAMILIES = ("llama",)
@@ -31,16 +31,30 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the decoder: its shape, and the stored tensors whose rows it is made of, in order."""
+
+    shape: tuple[int, ...]
+    parts: tuple[TensorEntry, ...]
+
+    @property
+    def dtype(self) -> str:
+        """The parts' format; float32 where they differ."""
+        found = {part.dtype for part in self.parts}
+        return found.pop() if len(found) == 1 else "float32"
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checked folder: the model's config and where each parameter's bytes lie.
 
-    `tensors` is in the decoder's parameter order, tied matrices once, so that it does not depend on
-    how the checkpoint is cut into files. `notes` are things a user should see.
+    `parameters` is in the decoder's order, tied matrices once, so that it does not depend on how the
+    checkpoint is cut into files. `notes` are things a user should see.
     """
 
     path: Path
     config: DecoderConfig
-    tensors: dict[str, TensorEntry]
+    parameters: dict[str, Parameter]
     tokenizer_files: tuple[Path, ...]
     notes: tuple[str, ...]
 
@@ -61,11 +75,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     stored = _read_tensors(folder)
     config = config_from_hf(document, stored)
     notes: list[str] = []
-    tensors = _match(config, stored, notes)
+    parameters = _match(config, stored, notes)
     files = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
     if folder / "tokenizer.json" not in files:
         notes.append("no tokenizer.json: text commands will refuse, parity and bench by token ids work")
-    return Checkpoint(folder, config, tensors, files, tuple(notes))
+    return Checkpoint(folder, config, parameters, files, tuple(notes))
 
 
 def config_from_hf(document: dict[str, Any], stored: dict[str, TensorEntry]) -> DecoderConfig:
@@ -211,15 +225,15 @@ def _read_shards(folder: Path, index: dict[str, Any]) -> dict[str, TensorEntry]:
     return stored
 
 
-def _match(config: DecoderConfig, stored: dict[str, TensorEntry], notes: list[str]) -> dict[str, TensorEntry]:
-    """Pair every parameter with one stored tensor, or say exactly what does not fit."""
+def _match(config: DecoderConfig, stored: dict[str, TensorEntry], notes: list[str]) -> dict[str, Parameter]:
+    """Pair every parameter with its stored tensors one to one, or say exactly what does not fit."""
     stored = dict(stored)
     if config.tie_word_embeddings:
         if EMBEDDING not in stored and HEAD in stored:
             stored[EMBEDDING] = stored.pop(HEAD)
         elif stored.pop(HEAD, None) is not None:
             notes.append(f"the config ties {HEAD} to {EMBEDDING}: the stored copy of the head is not used")
-    expected = parameter_shapes(config)
+    expected = stored_shapes(config)
     missing = [name for name in expected if name not in stored]
     extra = [name for name in stored if name not in expected and not name.endswith(BENIGN_SUFFIXES)]
     if missing or extra:
@@ -235,7 +249,27 @@ def _match(config: DecoderConfig, stored: dict[str, TensorEntry], notes: list[st
     benign = sorted(name for name in stored if name not in expected)
     if benign:
         notes.append(f"{len(benign)} stored rotary tables not used: they are computed anew")
-    return {name: stored[name] for name in expected}
+    return {
+        name: Parameter(shape, tuple(stored[part] for part in part_names(name)))
+        for name, shape in parameter_shapes(config).items()
+    }
+
+
+def part_names(name: str) -> list[str]:
+    """The checkpoint's names of a parameter's parts: itself, or those of a merged matrix."""
+    for merged, parts in MERGED.items():
+        if f".{merged}." in name:
+            return [name.replace(f".{merged}.", f".{part}.") for part in parts]
+    return [name]
+
+
+def stored_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a checkpoint must hold."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(config).items():
+        rows = config.part_sizes(name) or shape[:1]
+        shapes |= {part: (n, *shape[1:]) for part, n in zip(part_names(name), rows, strict=True)}
+    return shapes
 
 
 def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -252,12 +286,10 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        for name, out in (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width)):
-            linear(f"{layer}.self_attn.{name}", out, hidden, config.attention_bias)
+        linear(f"{layer}.self_attn.qkv_proj", width + 2 * kv_width, hidden, config.attention_bias)
         linear(f"{layer}.self_attn.o_proj", hidden, width, config.attention_bias)
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        for name in ("gate_proj", "up_proj"):
-            linear(f"{layer}.mlp.{name}", inner, hidden, config.mlp_bias)
+        linear(f"{layer}.mlp.gate_up_proj", 2 * inner, hidden, config.mlp_bias)
         linear(f"{layer}.mlp.down_proj", hidden, inner, config.mlp_bias)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:

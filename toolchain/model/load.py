@@ -1,7 +1,8 @@
 """Filling the decoder with weights: from a checkpoint, or from an artifact with its quantization."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from toolchain.formats import format_named
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Decoder
 from toolchain.model.hf import open_checkpoint, parameter_shapes
-from toolchain.model.quantized import KV_SCALES, SCALE_SUFFIX, QuantizedEmbedding, QuantizedLinear
+from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX, QuantizedEmbedding, QuantizedLinear
 from toolchain.tensor_file import TensorEntry, read_header, read_tensor
 
 
@@ -20,7 +21,7 @@ def load_decoder(folder: Path, dtype: str = "float32") -> Decoder:
     """The decoder of a checkpoint folder, in `dtype`, in eval mode."""
     checkpoint = open_checkpoint(folder)
     decoder = empty_decoder(checkpoint.config)
-    fill_parameters(decoder, checkpoint.tensors, dtype)
+    fill_parameters(decoder, {n: p.parts for n, p in checkpoint.parameters.items()}, dtype)
     return decoder
 
 
@@ -37,13 +38,18 @@ def load_artifact_decoder(artifact: Artifact) -> tuple[Decoder, str]:
     entries = read_header(artifact.file("weights.safetensors"))
     dtype = str(artifact.manifest.details["compute_dtype"])
     decoder = empty_decoder(config)
-    plain = {n: e for n, e in entries.items() if n in parameter_shapes(config) and e.dtype != "int8"}
+    quantized = {n for n in entries if n + SCALE_SUFFIX in entries}
+    plain = {n: (e,) for n, e in entries.items() if n in parameter_shapes(config) and n not in quantized}
     fill_parameters(decoder, plain, dtype, partial=True)
-    per_token = frozenset(artifact.manifest.details.get("per_token", ()))
-    _install_quantized(decoder, entries, per_token, format_named(dtype).torch_dtype)
-    _install_cache_scales(decoder, entries)
+    details = artifact.manifest.details
+    activations = tuple(details.get("activation_format") or ())
+    rounding = dict.fromkeys(details.get("rounded_inputs", ()), activations)
+    _install_quantized(decoder, entries, rounding, format_named(dtype).torch_dtype)
+    cache_format = str(details.get("kv_format", "none"))
+    if cache_format != "none":
+        _install_cache_scales(decoder, entries, cache_format)
     _refuse_meta(decoder)
-    return decoder.eval(), str(artifact.manifest.details.get("kv_format", "none"))
+    return decoder.eval(), cache_format
 
 
 def empty_decoder(config: DecoderConfig) -> Decoder:
@@ -52,12 +58,16 @@ def empty_decoder(config: DecoderConfig) -> Decoder:
         return Decoder(config).eval()
 
 
-def fill_parameters(decoder: Decoder, tensors: Mapping[str, TensorEntry], dtype: str, *, partial: bool = False) -> None:
-    """Load each tensor into the parameter of its name; a tied head follows the embedding."""
+def fill_parameters(
+    decoder: Decoder, parameters: Mapping[str, Sequence[TensorEntry]], dtype: str, *, partial: bool = False
+) -> None:
+    """Load the parts of each parameter, rows one after the other; a tied head follows the embedding."""
     target = format_named(dtype).torch_dtype
-    for name, entry in tensors.items():
+    for name, parts in parameters.items():
         module, attribute = _owner(decoder, name)
-        setattr(module, attribute, nn.Parameter(read_tensor(entry).to(target), requires_grad=False))
+        tensors = [read_tensor(part).to(target) for part in parts]
+        value = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        setattr(module, attribute, nn.Parameter(value, requires_grad=False))
     if decoder.config.tie_word_embeddings:
         decoder.lm_head.weight = decoder.model.embed_tokens.weight
     if not partial:
@@ -76,10 +86,17 @@ def _owner(decoder: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _install_quantized(
-    decoder: Decoder, entries: Mapping[str, TensorEntry], per_token: frozenset[str], dtype: torch.dtype
+    decoder: Decoder, entries: Mapping[str, TensorEntry], rounding: Mapping[str, tuple[str, ...]], dtype: torch.dtype
 ) -> None:
+    """`rounding`: (format, granularity) by the name of the product whose input is rounded."""
+
+    def linear(path: str, codes: torch.Tensor, scale: torch.Tensor, bias: Any) -> QuantizedLinear:
+        fixed = entries.get(f"{path}.{INPUT_SCALE}")
+        input_scale = None if fixed is None else read_tensor(fixed)
+        return QuantizedLinear(codes, scale, bias, rounding.get(path), input_scale)
+
     for name, entry in entries.items():
-        if entry.dtype != "int8":
+        if name + SCALE_SUFFIX not in entries:
             continue
         codes, scale = read_tensor(entry), read_tensor(entries[name + SCALE_SUFFIX])
         path = name.removesuffix(".weight")
@@ -88,14 +105,12 @@ def _install_quantized(
         if isinstance(old, nn.Embedding):
             setattr(parent, attribute, QuantizedEmbedding(codes, scale, dtype))
             if decoder.config.tie_word_embeddings:
-                decoder.lm_head = QuantizedLinear(codes, scale, None, per_token="lm_head" in per_token)  # type: ignore[assignment]
+                decoder.lm_head = linear("lm_head", codes, scale, None)  # type: ignore[assignment]
         else:
-            setattr(parent, attribute, QuantizedLinear(codes, scale, old.bias, per_token=path in per_token))
+            setattr(parent, attribute, linear(path, codes, scale, old.bias))
 
 
-def _install_cache_scales(decoder: Decoder, entries: Mapping[str, TensorEntry]) -> None:
+def _install_cache_scales(decoder: Decoder, entries: Mapping[str, TensorEntry], cache_format: str) -> None:
     for i, block in enumerate(decoder.model.layers):
-        for scale in KV_SCALES:
-            name = f"model.layers.{i}.self_attn.{scale}"
-            if name in entries:
-                setattr(block.self_attn, scale, read_tensor(entries[name]))
+        key, value = (read_tensor(entries[f"model.layers.{i}.self_attn.{scale}"]) for scale in KV_SCALES)
+        block.self_attn.quantize_cache((key, value), cache_format)  # type: ignore[operator]

@@ -1,7 +1,8 @@
 """The exact arithmetic of quantized layers, as torch modules: what the graphs must compute.
 
-weight-only      y = x (codes * scale)^T                       one scale per output channel
-per token        s = max|x| / 127,  q = clamp(round(x / s));  y = s * (q (codes * scale)^T)
+weight-only      y = x W'^T,                W' = codes * scale      a scale per output channel, or per group of it
+per token        s = max|x| / qmax,  q = code of x / s;    y = s * (q W'^T)
+static           q = code of x / s,  s from calibration;   y = (q s) W'^T
 """
 
 from typing import Any
@@ -10,39 +11,66 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
-from toolchain.numerics import dequantize, quantize, token_scale
+from toolchain.numerics import dequantize, quantize, token_scale, unpack_int4
 
 SCALE_SUFFIX = "_scale"
+INPUT_SCALE = "input_scale"
+"""Per product: the static scale [] of its input."""
 KV_SCALES = ("k_scale", "v_scale")
 """Per layer, under `self_attn`: the static scales [K] of a quantized cache."""
 
 
-class QuantizedLinear(nn.Module):
-    """A linear layer over int8 codes [O, I] with float32 scales [O] or [1]."""
+def dequantize_weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float32 [O, I] of stored codes: int8 or float8 [O, I] with scales [O], or packed int4 with scales [O, I / g]."""
+    if codes.dtype != torch.uint8:
+        return dequantize(codes, scale[:, None])
+    codes_OGg = unpack_int4(codes).reshape(*scale.shape, -1)
+    return dequantize(codes_OGg, scale[..., None]).flatten(1)
 
-    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: Any, *, per_token: bool) -> None:
+
+class QuantizedLinear(nn.Module):
+    """A linear layer over stored codes; its input in float, or rounded per token or with a static scale.
+
+    `activations` is (format, granularity) or None; `input_scale` belongs to granularity `tensor`.
+    """
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        bias: Any,
+        activations: tuple[str, ...] | None = None,
+        input_scale: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
-        self.register_buffer("weight", dequantize(codes, scale[:, None]))
+        self.register_buffer("weight", dequantize_weight(codes, scale))
         self.bias = bias
-        self.per_token = per_token
+        self.activations = activations
+        self.input_scale = input_scale
 
     def forward(self, x_BTI: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         assert isinstance(weight, torch.Tensor)
-        if not self.per_token:
+        if self.activations is None:
             return F.linear(x_BTI, weight.to(x_BTI.dtype), self.bias)
-        scale_BT1 = token_scale(x_BTI)
-        codes_BTI = quantize(x_BTI, scale_BT1).float()
-        y_BTO = (F.linear(codes_BTI, weight) * scale_BT1).to(x_BTI.dtype)
+        fmt, granularity = self.activations
+        if granularity == "token":
+            scale_BT1 = token_scale(x_BTI, fmt)
+            y_BTO = F.linear(quantize(x_BTI, scale_BT1, fmt).float(), weight) * scale_BT1
+        else:
+            scale = self.input_scale
+            assert scale is not None
+            y_BTO = F.linear(dequantize(quantize(x_BTI, scale, fmt), scale), weight)
+        y_BTO = y_BTO.to(x_BTI.dtype)
         return y_BTO if self.bias is None else y_BTO + self.bias
 
 
 class QuantizedEmbedding(nn.Module):
-    """Rows of int8 codes [V, E], each with its float32 scale."""
+    """Rows of codes [V, E], each with its float32 scales."""
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> None:
         super().__init__()
-        self.register_buffer("weight", dequantize(codes, scale[:, None]).to(dtype))
+        self.register_buffer("weight", dequantize_weight(codes, scale).to(dtype))
 
     def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
         weight = self.weight

@@ -16,15 +16,17 @@ from toolchain.ops.attention import ABI, AttentionSpec
 DOMAIN = "dtool"
 OP_TYPE = "FusedAttention"
 OPSET = 24
-INPUTS = ("q", "k", "v", "cos", "sin", "past_lengths", "past_key", "past_value")
+INPUTS = ("qkv", "cos", "sin", "past_lengths", "past_key", "past_value")
 SCALE_INPUTS = ("key_scale", "value_scale")
 """Follow INPUTS when the cache is quantized."""
+NORM_INPUTS = ("q_norm", "k_norm")
+"""Come last, when queries and keys are normed."""
 
 _POSITIONS = """
   fa_zero = Constant <value_int=0> ()
   fa_one = Constant <value_int=1> ()
   fa_axis1 = Constant <value_ints=[1]> ()
-  fa_tokens_1 = Shape <start=1, end=2> (fa_q)
+  fa_tokens_1 = Shape <start=1, end=2> (fa_qkv)
   fa_tokens = Squeeze (fa_tokens_1)
   fa_steps = Range (fa_zero, fa_tokens, fa_one)
   fa_past_column = Unsqueeze (fa_past_lengths, fa_axis1)
@@ -34,35 +36,57 @@ _POSITIONS = """
   fa_slots = Range (fa_zero, fa_capacity, fa_one)
 """
 
-_ROTATED = """
-  fa_{x}_shape = Constant <value_ints=[0, 0, {heads}, {dim}]> ()
-  fa_{x}_split = Reshape (fa_{x}, fa_{x}_shape)
-  fa_{x}_heads = Transpose <perm=[0, 2, 1, 3]> (fa_{x}_split)
-  fa_{x}_cos = CastLike (fa_cos, fa_{x})
-  fa_{x}_sin = CastLike (fa_sin, fa_{x})
-  fa_{x}_ready = RotaryEmbedding <interleaved=0> (fa_{x}_heads, fa_{x}_cos, fa_{x}_sin, fa_positions)
+_UNPACKED = """
+  fa_sizes = Constant <value_ints=[{heads}, {kv_heads}, {kv_heads}]> ()
+  fa_packed_shape = Constant <value_ints=[0, 0, {all_heads}, {dim}]> ()
+  fa_packed = Reshape (fa_qkv, fa_packed_shape)
+  fa_packed_heads = Transpose <perm=[0, 2, 1, 3]> (fa_packed)
+  fa_q_heads, fa_k_heads, fa_v_ready = Split <axis=1> (fa_packed_heads, fa_sizes)
 """
 
-_SPLIT = """
-  fa_{x}_shape = Constant <value_ints=[0, 0, {heads}, {dim}]> ()
-  fa_{x}_split = Reshape (fa_{x}, fa_{x}_shape)
-  fa_{x}_ready = Transpose <perm=[0, 2, 1, 3]> (fa_{x}_split)
+_NORMED = "  fa_{x}_normed = RMSNormalization <axis=-1, epsilon={eps:.9g}> (fa_{x}_heads, fa_{x}_norm)\n"
+
+_ROTATED = """
+  fa_{x}_cos = CastLike (fa_cos, fa_qkv)
+  fa_{x}_sin = CastLike (fa_sin, fa_qkv)
+  fa_{x}_ready = RotaryEmbedding <interleaved={interleaved}, rotary_embedding_dim={rotary}>
+    ({source}, fa_{x}_cos, fa_{x}_sin, fa_positions)
 """
 
 _STORE = '  fa_present_{name} = TensorScatter <axis=2, mode="linear"> (fa_past_{name}, fa_{x}_ready, fa_past_lengths)\n'
 
-_STORE_INT8 = """
-  fa_{x}_scale_shape = Constant <value_ints=[{heads}, 1, 1]> ()
+_SCALED = """
+  fa_{x}_scale_shape = Constant <value_ints=[{kv_heads}, 1, 1]> ()
   fa_{x}_scale = Reshape (fa_{name}_scale, fa_{x}_scale_shape)
   fa_{x}_float = Cast <to=1> (fa_{x}_ready)
   fa_{x}_scaled = Div (fa_{x}_float, fa_{x}_scale)
   fa_{x}_unit = Constant <value_float=1.0> ()
+"""
+
+_STORE_INT8 = """
   fa_{x}_zero = Constant <value: tensor = int8 {{0}}> ()
   fa_{x}_codes = QuantizeLinear (fa_{x}_scaled, fa_{x}_unit, fa_{x}_zero)
   fa_present_{name} = TensorScatter <axis=2, mode="linear"> (fa_past_{name}, fa_{x}_codes, fa_past_lengths)
   fa_{name}_float = DequantizeLinear <axis=1> (fa_present_{name}, fa_{name}_scale)
-  fa_{name}_value = CastLike (fa_{name}_float, fa_{x})
+  fa_{name}_value = CastLike (fa_{name}_float, fa_qkv)
 """
+
+# E4M3 codes pass through float32, where all of them are exact: runtimes scatter no float8. The clip
+# keeps every runtime's cast in range.
+_STORE_FP8 = """
+  fa_{x}_low = Constant <value_float=-448.0> ()
+  fa_{x}_high = Constant <value_float=448.0> ()
+  fa_{x}_clipped = Clip (fa_{x}_scaled, fa_{x}_low, fa_{x}_high)
+  fa_{x}_codes8 = Cast <to=17> (fa_{x}_clipped)
+  fa_{x}_codes = Cast <to=1> (fa_{x}_codes8)
+  fa_{x}_past = Cast <to=1> (fa_past_{name})
+  fa_{name}_codes = TensorScatter <axis=2, mode="linear"> (fa_{x}_past, fa_{x}_codes, fa_past_lengths)
+  fa_present_{name} = Cast <to=17> (fa_{name}_codes)
+  fa_{name}_float = Mul (fa_{name}_codes, fa_{x}_scale)
+  fa_{name}_value = CastLike (fa_{name}_float, fa_qkv)
+"""
+
+_STORES = {"none": _STORE, "int8": _STORE_INT8, "fp8_e4m3": _STORE_FP8}
 
 _GUARD = """
   fa_written_axes = Constant <value_ints=[1, 3]> ()
@@ -70,37 +94,62 @@ _GUARD = """
   fa_written = Less (fa_slots, fa_total_column)
   fa_written_slots = Unsqueeze (fa_written, fa_written_axes)
   fa_nothing_f = Constant <value_float=0.0> ()
-  fa_nothing = CastLike (fa_nothing_f, fa_q)
+  fa_nothing = CastLike (fa_nothing_f, fa_qkv)
   fa_keys = Where (fa_written_slots, {key}, fa_nothing)
   fa_values = Where (fa_written_slots, {value}, fa_nothing)
 """
 
-_ATTEND = """
+_MASK = """
   fa_mask_axes = Constant <value_ints=[1, 3]> ()
   fa_query_positions = Unsqueeze (fa_positions, fa_mask_axes)
-  fa_mask = LessOrEqual (fa_slots, fa_query_positions)
-  fa_attended = Attention <scale={scale:.9g}> (fa_q_ready, {keys}, {values}, fa_mask)
+  fa_{causal} = LessOrEqual (fa_slots, fa_query_positions)
+"""
+
+_WINDOW = """
+  fa_window = Constant <value_int={window}> ()
+  fa_window_start = Sub (fa_query_positions, fa_window)
+  fa_in_window = Greater (fa_slots, fa_window_start)
+  fa_mask = And (fa_causal, fa_in_window)
+"""
+
+_ATTEND = """
+  fa_attended = Attention <scale={scale:.9g}{softcap}> (fa_q_ready, {keys}, {values}, fa_mask)
   fa_token_major = Transpose <perm=[0, 2, 1, 3]> (fa_attended)
   fa_out_shape = Constant <value_ints=[0, 0, {width}]> ()
   fa_out = Reshape (fa_token_major, fa_out_shape)
 """
 
 
+def input_names(spec: AttentionSpec) -> tuple[str, ...]:
+    """The node's inputs, in order: scales only with a quantized cache, norm weights only with QK-norm."""
+    return (*INPUTS, *(SCALE_INPUTS if spec.quantized else ()), *(NORM_INPUTS if spec.qk_norm else ()))
+
+
 def function_body(spec: AttentionSpec, *, poison_guard: bool = True) -> onnx.FunctionProto:
     """The op for one model. Without `poison_guard` the caches must be finite in every slot."""
-    kv = {"heads": spec.num_kv_heads, "dim": spec.head_dim}
-    store = _STORE_INT8 if spec.quantized else _STORE
+    sizes = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "dim": spec.head_dim}
+    body = _POSITIONS + _UNPACKED.format(**sizes, all_heads=spec.num_heads + 2 * spec.num_kv_heads)
+    for x in ("q", "k"):
+        source = f"fa_{x}_heads"
+        if spec.qk_norm:
+            body, source = body + _NORMED.format(x=x, eps=spec.qk_norm_eps), f"fa_{x}_normed"
+        rotary = spec.rotary_dim if spec.rotary_dim < spec.head_dim else 0  # 0: the whole head
+        body += _ROTATED.format(x=x, source=source, rotary=rotary, interleaved=int(spec.interleaved))
+    for name, x in (("key", "k"), ("value", "v")):
+        if spec.quantized:
+            body += _SCALED.format(x=x, name=name, **sizes)
+        body += _STORES[spec.cache_format].format(x=x, name=name)
     key, value = ("fa_key_value", "fa_value_value") if spec.quantized else ("fa_present_key", "fa_present_value")
-    body = _POSITIONS
-    body += _ROTATED.format(x="q", heads=spec.num_heads, dim=spec.head_dim)
-    body += _ROTATED.format(x="k", **kv) + _SPLIT.format(x="v", **kv)
-    body += store.format(name="key", x="k", **kv) + store.format(name="value", x="v", **kv)
     if poison_guard:
         body += _GUARD.format(key=key, value=value)
         key, value = "fa_keys", "fa_values"
-    body += _ATTEND.format(scale=spec.scale, keys=key, values=value, width=spec.num_heads * spec.head_dim)
-    names = (*INPUTS, *SCALE_INPUTS) if spec.quantized else INPUTS
-    formals = ", ".join(f"fa_{name}" for name in names)
+    body += _MASK.format(causal="causal" if spec.window else "mask")
+    if spec.window:
+        body += _WINDOW.format(window=spec.window)
+    softcap = f", softcap={spec.softcap:.9g}" if spec.softcap else ""
+    width = spec.num_heads * spec.head_dim
+    body += _ATTEND.format(scale=spec.scale, softcap=softcap, keys=key, values=value, width=width)
+    formals = ", ".join(f"fa_{name}" for name in input_names(spec))
     return onnx.parser.parse_function(
         f'<opset_import: ["" : {OPSET}], domain: "{DOMAIN}">\n'
         f"{OP_TYPE} ({formals}) => (fa_out, fa_present_key, fa_present_value) {{{body}}}"
@@ -118,6 +167,10 @@ def node_attributes(spec: AttentionSpec) -> list[ir.Attr]:
                 "head_dim": spec.head_dim,
                 "scale": spec.scale,
                 "rotary_dim": spec.rotary_dim,
+                "interleaved": int(spec.interleaved),
+                "softcap": spec.softcap,
+                "window": spec.window,
+                "qk_norm_eps": spec.qk_norm_eps,
                 "cache_format": spec.cache_format,
                 "plugin_version": "1",
                 "plugin_namespace": DOMAIN,

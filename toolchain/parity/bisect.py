@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 
 from toolchain.artifact import Artifact
-from toolchain.graph_io import GRAPH_FILES, graph_io
-from toolchain.model.config import DecoderConfig
+from toolchain.graph_io import GRAPH_FILES
+from toolchain.model.config import MERGED, DecoderConfig
 from toolchain.model.decoder import Decoder
 from toolchain.numerics import logit_tolerance
 from toolchain.parity.layerwise import expose_values
 from toolchain.runners.eager import EagerRunner
+from toolchain.runners.onnx import run_chunks
 
 Array = np.ndarray[Any, Any]
 CHUNK, ROWS = 12, 2
@@ -40,7 +41,7 @@ GROWTH_FLOOR = 1e-2
 """Errors below it are what rounded weights cost anywhere."""
 HALF_PRECISION = (2.0**-13, 2.0**-6)
 """Relative errors that rounding to float16 or bfloat16 leaves."""
-PARTS = ("q_proj", "k_proj", "v_proj", "attention", "after_attention", "output")
+PARTS = ("qkv_proj", "attention", "after_attention", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def largest_growth(artifact: Artifact, decoder: Decoder) -> tuple[str, float, fl
 def rounds_while_running(artifact: Artifact) -> bool:
     """Whether activations or the cache are rounded to integers, so that last bits become whole codes."""
     details = artifact.manifest.details
-    return bool(details.get("per_token")) or details.get("kv_format", "none") != "none"
+    return bool(details.get("rounded_inputs")) or details.get("kv_format", "none") != "none"
 
 
 def run_probes(artifact: Artifact, decoder: Decoder, cache_format: str) -> list[Probe]:
@@ -112,7 +113,9 @@ def run_probes(artifact: Artifact, decoder: Decoder, cache_format: str) -> list[
     chunks = np.random.default_rng(0).integers(0, config.vocab_size, (2, ROWS, CHUNK), np.int64)
     chunks = chunks[..., : min(CHUNK, config.max_position_embeddings // 2)]
     places = graph_places(artifact, config)
-    ours = _run_graph(artifact, config, chunks, list(places.values()))
+    values = list(dict.fromkeys(places.values()))
+    session = _instrumented_session(artifact, values)
+    ours = run_chunks(session, config, str(artifact.manifest.kv_contract["dtype"]), list(chunks), values)
     theirs = _run_decoder(decoder, cache_format, chunks)
     return [
         Probe(tensor, value, tuple(c[value] for c in ours), tuple(c[tensor] for c in theirs))
@@ -138,7 +141,7 @@ def relative_error(ours: Array, theirs: Array) -> float:
 def graph_places(artifact: Artifact, config: DecoderConfig) -> dict[str, str]:
     """{tensor: value name in the evaluation graph}, in the order of computation.
 
-    Found by structure: the inputs and the output of each layer's attention node, and the layer's
+    Found by structure: the input and the output of each layer's attention node, and the layer's
     first and last residual sum.
     """
     import onnx
@@ -149,7 +152,7 @@ def graph_places(artifact: Artifact, config: DecoderConfig) -> dict[str, str]:
     places = {"embedding": embedding.output[0]}
     for i in range(config.num_hidden_layers):
         sums = [n.output[0] for n in graph.node if n.op_type == "Add" and n.output[0].startswith(f"layers.{i}.add")]
-        values = (*attention[i].input[:3], attention[i].output[0], sums[0], sums[-1])
+        values = (attention[i].input[0], attention[i].output[0], sums[0], sums[-1])
         places |= {f"layers.{i}.{part}": value for part, value in zip(PARTS, values, strict=True)}
     return places | {"logits": "logits"}
 
@@ -162,30 +165,6 @@ def _instrumented_session(artifact: Artifact, values: Sequence[str]) -> Any:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.intra_op_num_threads = 1
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-
-
-def _run_graph(
-    artifact: Artifact, config: DecoderConfig, chunks: Array, values: Sequence[str]
-) -> list[dict[str, Array]]:
-    """The named values of each chunk, the cache carried from one to the next."""
-    from toolchain.runners.onnx import NUMPY
-
-    session = _instrumented_session(artifact, values)
-    cache_dtype = str(artifact.manifest.kv_contract["dtype"])
-    contract = graph_io(config, "evaluation", cache_dtype)
-    pasts, presents = contract.inputs[3:], contract.outputs[1:]
-    shape = (ROWS, config.num_key_value_heads, chunks.shape[0] * chunks.shape[2], config.head_dim)
-    feeds: dict[str, Array] = {spec.name: np.zeros(shape, NUMPY[cache_dtype]) for spec in pasts}
-    results = []
-    for i, ids_BT in enumerate(chunks):
-        length = np.full(ROWS, ids_BT.shape[1], np.int64)
-        feeds |= {"input_ids": ids_BT, "past_lengths": length * i, "new_lengths": length}
-        given = {spec.name for spec in session.get_inputs()}
-        names = [*values, *(spec.name for spec in presents)]
-        found = dict(zip(names, session.run(names, {k: v for k, v in feeds.items() if k in given}), strict=True))
-        feeds |= {past.name: found[present.name] for past, present in zip(pasts, presents, strict=True)}
-        results.append({name: np.asarray(found[name], np.float32) for name in values})
-    return results
 
 
 def _run_decoder(decoder: Decoder, cache_format: str, chunks: Array) -> list[dict[str, Array]]:
@@ -204,9 +183,7 @@ def _run_decoder(decoder: Decoder, cache_format: str, chunks: Array) -> list[dic
     handles = [decoder.model.embed_tokens.register_forward_hook(keep_output("embedding"))]
     blocks: list[Any] = list(decoder.model.layers)
     for i, block in enumerate(blocks):
-        for part in ("q_proj", "k_proj", "v_proj"):
-            projection = getattr(block.self_attn, part)
-            handles.append(projection.register_forward_hook(keep_output(f"layers.{i}.{part}")))
+        handles.append(block.self_attn.qkv_proj.register_forward_hook(keep_output(f"layers.{i}.qkv_proj")))
         output, norm = block.self_attn.o_proj, block.post_attention_layernorm
         handles.append(output.register_forward_pre_hook(keep_input(f"layers.{i}.attention")))
         handles.append(norm.register_forward_pre_hook(keep_input(f"layers.{i}.after_attention")))
@@ -239,7 +216,18 @@ def classify(probe: Probe, config: DecoderConfig, tolerance: float, *, exact: bo
     if part == "embedding":
         return _cast_or("weights", "the embedding is the first thing computed", error, exact=exact)
     ours_NO, theirs_NO = (x.reshape(-1, x.shape[-1]) for x in (ours, theirs))
-    return _classify_channels(ours_NO, theirs_NO, tolerance, error, exact=exact)
+    fault, evidence = _classify_channels(ours_NO, theirs_NO, tolerance, error, exact=exact)
+    if part == "qkv_proj":
+        evidence += f" ({_parts_of_qkv(ours_NO, theirs_NO, config, tolerance)})"
+    return fault, evidence
+
+
+def _parts_of_qkv(ours_NO: Array, theirs_NO: Array, config: DecoderConfig, tolerance: float) -> str:
+    """Which of q, k and v hold channels that are off."""
+    wrong_O = _column_errors(ours_NO, theirs_NO) > 10 * tolerance
+    edges = np.cumsum(config.part_sizes("qkv_proj") or ())[:-1]
+    named = zip(MERGED["qkv_proj"], np.split(wrong_O, edges), strict=True)
+    return "in " + (", ".join(name for name, wrong in named if wrong.any()) or "none of them alone")
 
 
 def _cast_or(fault: str, evidence: str, error: float, *, exact: bool) -> tuple[str, str]:
@@ -270,7 +258,7 @@ def _classify_channels(
 def _classify_attention(
     probe: Probe, config: DecoderConfig, tolerance: float, error: float, *, exact: bool
 ) -> tuple[str, str]:
-    """q, k and v agree and the attention output does not."""
+    """The packed q, k and v agree and the attention output does not."""
     first_ours, first_theirs = probe.ours[0], probe.theirs[0]
     if relative_error(first_ours, first_theirs) <= tolerance:
         return "cache", "right without a past, wrong once earlier tokens are in the cache"

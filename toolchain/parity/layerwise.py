@@ -23,10 +23,11 @@ import numpy as np
 import torch
 
 from toolchain.artifact import Artifact
-from toolchain.graph_io import GRAPH_FILES, graph_io
+from toolchain.graph_io import GRAPH_FILES
 from toolchain.model.decoder import Decoder
 from toolchain.parity.metrics import Row, gate_rows
 from toolchain.recipe import Gates
+from toolchain.runners.onnx import run_chunks
 
 Array = np.ndarray[Any, Any]
 PHASE = "layers"
@@ -67,26 +68,9 @@ def layer_rows(errors: Array, gates: Gates) -> list[Row]:
 
 def _candidate_streams(artifact: Artifact, decoder: Decoder, chunks: list[Array]) -> list[list[Array]]:
     """The residual stream of each chunk, float32 [layers + 1][B, T, E], from the evaluation graph."""
-    from toolchain.runners.onnx import NUMPY
-
     session, names = _session_with_stream(artifact, decoder.config.num_hidden_layers)
-    cache_dtype = str(artifact.manifest.kv_contract["dtype"])
-    contract = graph_io(decoder.config, "evaluation", cache_dtype)
-    pasts, presents = contract.inputs[3:], [spec.name for spec in contract.outputs[1:]]
-    batch, new = chunks[0].shape
-    shape = (batch, decoder.config.num_key_value_heads, 2 * new, decoder.config.head_dim)
-    caches = [np.zeros(shape, NUMPY[cache_dtype]) for _ in pasts]
-    streams = []
-    for i, ids_BT in enumerate(chunks):
-        lengths = np.full(batch, new, np.int64)
-        feeds = {"input_ids": ids_BT, "past_lengths": lengths * i, "new_lengths": lengths}
-        given = {item.name for item in session.get_inputs()}
-        feeds = {k: np.ascontiguousarray(v) for k, v in feeds.items() if k in given}
-        feeds |= {spec.name: cache for spec, cache in zip(pasts, caches, strict=True)}
-        found = session.run([*names, *presents], feeds)
-        caches = found[len(names) :]
-        streams.append([np.asarray(value, np.float32) for value in found[: len(names)]])
-    return streams
+    found = run_chunks(session, decoder.config, str(artifact.manifest.kv_contract["dtype"]), chunks, names)
+    return [[values[name] for name in names] for values in found]
 
 
 def _session_with_stream(artifact: Artifact, layers: int) -> tuple[Any, list[str]]:

@@ -10,15 +10,21 @@ from toolchain.model.hf import parameter_shapes
 from toolchain.recipe import Recipe
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+INT4_GROUPS = (128, 64, 32)
+"""Group sizes that compilers take, largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizePlan:
-    """Exact module names: whose weight becomes codes, whose input is rounded per token, what is left."""
+    """Exact module names: whose weight becomes codes, whose input is rounded, what is left.
+
+    `groups`: the group size of each int4 matrix.
+    """
 
     weights: tuple[str, ...]
-    per_token: tuple[str, ...]
+    rounded: tuple[str, ...]
     skipped: tuple[str, ...]
+    groups: dict[str, int]
     notes: tuple[str, ...]
 
 
@@ -36,12 +42,37 @@ def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     if recipe.weights.format == "none":
         skipped = set(names)
     weights = tuple(name for name in modules if name not in skipped)
-    per_token: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
     if recipe.activations.format != "none":
         products = [name for name in names if name != EMBEDDING]
         kept = match_patterns("activations.skip", recipe.activations.skip, products)
-        per_token = tuple(name for name in products if name not in skipped | kept)
-    return QuantizePlan(weights, per_token, tuple(sorted(skipped)), tuple(notes))
+        rounded = tuple(name for name in products if name not in skipped | kept)
+    groups = _int4_groups(config, recipe, weights, notes) if recipe.weights.format == "int4" else {}
+    return QuantizePlan(weights, rounded, tuple(sorted(skipped)), groups, tuple(notes))
+
+
+def _int4_groups(config: DecoderConfig, recipe: Recipe, names: tuple[str, ...], notes: list[str]) -> dict[str, int]:
+    """The group size of every matrix: the asked one, or the largest smaller one that divides its inputs."""
+    asked = recipe.weights.group_size
+    widths = {name: parameter_shapes(config)[f"{name}.weight"][1] for name in names}
+    groups = {name: legal_group(width, asked) for name, width in widths.items()}
+    for name, group in groups.items():
+        if group is None:
+            raise DtoolError(
+                f"{name} cannot be stored as int4",
+                expected=f"a number of inputs that {', '.join(map(str, INT4_GROUPS))} divides",
+                found=f"{widths[name]} inputs",
+                fix=f"leave it out: --set 'weights.skip=[\"{name}\", ...]'",
+            )
+    for group in sorted({g for g in groups.values() if g != asked and g is not None}):
+        smaller = [name for name, g in groups.items() if g == group]
+        notes.append(f"{len(smaller)} matrices in groups of {group}: {asked} does not divide {widths[smaller[0]]}")
+    return {name: group for name, group in groups.items() if group is not None}
+
+
+def legal_group(width: int, asked: int) -> int | None:
+    """The largest group size at most `asked` that divides `width`; None if there is none."""
+    return next((g for g in INT4_GROUPS if g <= asked and width % g == 0), None)
 
 
 def match_patterns(key: str, patterns: Iterable[str], names: list[str]) -> set[str]:

@@ -1,7 +1,8 @@
 """Quantization written into the graphs as standard QuantizeLinear / DequantizeLinear.
 
-    weight-only   W -> DequantizeLinear(codes, scale, axis 0)   where the weight was used
-    per token     s = max(|x|) / 127;  x' = DQ(Q(x / s));  y = s * (x' . DQ(codes)^T)   all in float32
+    weight-only   W -> DequantizeLinear(codes, scale)           axis 0; int4: axis 1 in blocks
+    per token     s = max(|x|) / qmax;  x' = DQ(Q(x / s));  y = s * (x' . DQ(codes)^T)   all in float32
+    static        x' = DQ(Q(x, s), s);  y = x' . DQ(codes)^T                             all in float32
     cache         the attention node's scale inputs and cache_format; the graph's cache types
 
 The quantize scale of the token path is the constant 1, which keeps it legal where activations must
@@ -9,6 +10,7 @@ have static scales (TensorRT), and the surrounding ordinary operators fuse.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from toolchain.formats import FORMATS
 from toolchain.graph_io import Phase, external_initializer, graph_io
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import attention_spec
-from toolchain.model.quantized import KV_SCALES, SCALE_SUFFIX
-from toolchain.numerics import INT8_QMAX, SMALLEST_SCALE
-from toolchain.ops.function_body import DOMAIN, INPUTS, OP_TYPE, function_body, node_attributes
+from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX
+from toolchain.numerics import CODE_RANGE, SMALLEST_SCALE
+from toolchain.ops.function_body import DOMAIN, INPUTS, OP_TYPE, function_body, input_names, node_attributes
 from toolchain.quantize.plan import EMBEDDING, HEAD, QuantizePlan
+from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
 
 _FLOAT = ir.DataType.FLOAT
@@ -38,15 +41,16 @@ class GraphQuantizer:
         config: DecoderConfig,
         plan: QuantizePlan,
         entries: Mapping[str, TensorEntry],
+        recipe: Recipe,
         compute_dtype: str,
     ) -> None:
         self.model, self.graph = model, model.graph
-        self.config, self.plan, self.entries = config, plan, entries
+        self.config, self.plan, self.entries, self.recipe = config, plan, entries, recipe
         self.compute = ir.DataType(FORMATS[compute_dtype].onnx_code)
         self.weights = {f"{name}.weight" for name in plan.weights}
-        self.rounded: dict[str, tuple[ir.Value, ir.Value]] = {}
+        self.rounded: dict[str, tuple[ir.Value, ir.Value | None]] = {}
 
-    def run(self, phase: Phase, cache_format: str) -> None:
+    def run(self, phase: Phase) -> None:
         """Apply weights, activations and cache."""
         for value in list(self.graph.initializers.values()):
             name = str(value.name)
@@ -54,8 +58,8 @@ class GraphQuantizer:
                 self._quantize_weight(value)
             elif name in self.entries:
                 value.const_value = external_initializer(name, self.entries[name]).const_value
-        if cache_format != "none":
-            self._quantize_cache(phase, cache_format)
+        if self.recipe.kv_cache.format != "none":
+            self._quantize_cache(phase, self.recipe.kv_cache.format)
 
     def _quantize_weight(self, weight: ir.Value) -> None:
         name = str(weight.name)
@@ -69,15 +73,18 @@ class GraphQuantizer:
             module = name.removesuffix(".weight")
             if is_product and module == EMBEDDING:
                 module = HEAD  # the tied matrix as the head
-            per_token = is_product and module in self.plan.per_token
-            if per_token not in dequantized:
-                dequantized[per_token] = self._dequantize(codes, scale, user, cast=not per_token)
-            user.replace_input_with(0, dequantized[per_token])
-            if per_token:
-                self._round_activation(product)
+            rounded = is_product and module in self.plan.rounded
+            if rounded not in dequantized:
+                dequantized[rounded] = self._dequantize(codes, scale, user, cast=not rounded)
+            user.replace_input_with(0, dequantized[rounded])
+            if rounded:
+                self._round_activation(product, module)
 
     def _initializer(self, name: str, replaces: ir.Value | None = None) -> ir.Value:
-        value = external_initializer(name, self.entries[name])
+        entry = self.entries[name]
+        if name.removesuffix(".weight") in self.plan.groups:  # two int4 codes to a stored byte
+            entry = replace(entry, dtype="int4", shape=(entry.shape[0], 2 * entry.shape[1]))
+        value = external_initializer(name, entry)
         if replaces is not None:
             del self.graph.initializers[name]
         self.graph.initializers.setdefault(name, value)
@@ -98,35 +105,36 @@ class GraphQuantizer:
 
     def _dequantize(self, codes: ir.Value, scale: ir.Value, before: ir.Node, *, cast: bool) -> ir.Value:
         name = f"{codes.name}_dequantized" + ("" if cast else "_float")
-        value = self._insert(before, "DequantizeLinear", [codes, scale], name, axis=0)
+        group = self.plan.groups.get(str(codes.name).removesuffix(".weight"))
+        blocks = {"axis": 1, "block_size": group} if group else {"axis": 0}
+        value = self._insert(before, "DequantizeLinear", [codes, scale], name, **blocks)
         if cast and self.compute != _FLOAT:
             value = self._insert(before, "Cast", [value], f"{name}_cast", to=int(self.compute))
         return value
 
-    def _round_activation(self, product: ir.Node) -> None:
+    def _round_activation(self, product: ir.Node, module: str) -> None:
         x, output = product.inputs[0], product.outputs[0]
         assert x is not None
         if str(x.name) not in self.rounded:
-            self.rounded[str(x.name)] = self._rounded_input(x, product)
-        rounded, scale = self.rounded[str(x.name)]
+            static = self.recipe.activations.granularity == "tensor"
+            self.rounded[str(x.name)] = (
+                (self._statically_rounded(x, module, product), None) if static else self._rounded_input(x, product)
+            )
+        rounded, token_scale = self.rounded[str(x.name)]
         product.replace_input_with(0, rounded)
         name = str(output.name)
         users, is_output = list(output.uses()), output in self.graph.outputs
-        output.name = f"{name}_unscaled"
-        scaled = ir.Node("", "Mul", [output, scale], num_outputs=1, name=f"{name}_scaled")
-        nodes = [scaled]
+        nodes: list[ir.Node] = []
+        if token_scale is not None:
+            nodes.append(ir.Node("", "Mul", [output, token_scale], num_outputs=1, name=f"{name}_scaled"))
         if self.compute != _FLOAT:
-            nodes.append(
-                ir.Node(
-                    "",
-                    "Cast",
-                    [scaled.outputs[0]],
-                    ir.convenience.convert_attributes({"to": int(self.compute)}),
-                    num_outputs=1,
-                    name=f"{name}_cast",
-                )
-            )
-            scaled.outputs[0].name = f"{name}_float"
+            last = nodes[-1].outputs[0] if nodes else output
+            to = ir.convenience.convert_attributes({"to": int(self.compute)})
+            nodes.append(ir.Node("", "Cast", [last], to, num_outputs=1, name=f"{name}_cast"))
+        if not nodes:
+            return
+        output.name = f"{name}_unscaled"
+        nodes[0].outputs[0].name = f"{name}_float"
         final = nodes[-1].outputs[0]
         final.name = name
         self.graph.insert_after(product, nodes)
@@ -140,12 +148,12 @@ class GraphQuantizer:
     def _rounded_input(self, x: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
         """The rounded float32 input and its scale per token; shared by all products that read `x`."""
         name = str(x.name)
-        one = self._constant("quantize.one", np.array(1.0, np.float32))
-        zero = self._constant("quantize.zero", np.array(0, np.int8))
-        floor = self._constant("quantize.floor", np.array(SMALLEST_SCALE * INT8_QMAX, np.float32))
-        qmax = self._constant("quantize.qmax", np.array(INT8_QMAX, np.float32))
+        largest = CODE_RANGE[self.recipe.activations.format][1]
+        one, zero = self._constant("quantize.one", np.array(1.0, np.float32)), self._zero_code()
+        floor = self._constant("quantize.floor", np.array(SMALLEST_SCALE * largest, np.float32))
+        qmax = self._constant("quantize.qmax", np.array(largest, np.float32))
         axis = self._constant("quantize.axis", np.array([-1], np.int64))
-        value = x if self.compute == _FLOAT else self._insert(before, "Cast", [x], f"{name}_as_float", to=int(_FLOAT))
+        value = self._as_float(x, before)
         size = self._insert(before, "Abs", [value], f"{name}_abs")
         amax = self._insert(before, "ReduceMax", [size, axis], f"{name}_amax", keepdims=1)
         amax = self._insert(before, "Max", [amax, floor], f"{name}_amax_floor")
@@ -154,14 +162,29 @@ class GraphQuantizer:
         codes = self._insert(before, "QuantizeLinear", [ratio, one, zero], f"{name}_codes")
         return self._insert(before, "DequantizeLinear", [codes, one, zero], f"{name}_rounded"), scale
 
+    def _statically_rounded(self, x: ir.Value, module: str, before: ir.Node) -> ir.Value:
+        """The float32 input rounded with the scale that calibration stored for this product."""
+        name, scale, zero = str(x.name), self._initializer(f"{module}.{INPUT_SCALE}"), self._zero_code()
+        codes = self._insert(before, "QuantizeLinear", [self._as_float(x, before), scale, zero], f"{name}_codes")
+        return self._insert(before, "DequantizeLinear", [codes, scale, zero], f"{name}_rounded")
+
+    def _as_float(self, x: ir.Value, before: ir.Node) -> ir.Value:
+        return x if self.compute == _FLOAT else self._insert(before, "Cast", [x], f"{x.name}_as_float", to=int(_FLOAT))
+
+    def _zero_code(self) -> ir.Value:
+        dtype = ir.DataType(FORMATS[self.recipe.activations.format].onnx_code)
+        return self._constant("quantize.zero", np.zeros((), dtype.numpy()))
+
     def _quantize_cache(self, phase: Phase, cache_format: str) -> None:
         spec = attention_spec(self.config, cache_format)
         attributes = node_attributes(spec)
         nodes = [node for node in self.graph if node.op_type == OP_TYPE and node.domain == DOMAIN]
         for i, node in enumerate(nodes):
-            node.resize_inputs(len(INPUTS) + len(KV_SCALES))
-            for position, scale in enumerate(KV_SCALES, len(INPUTS)):
-                node.replace_input_with(position, self._initializer(f"model.layers.{i}.self_attn.{scale}"))
+            norms = list(node.inputs[len(INPUTS) :])
+            scales = [self._initializer(f"model.layers.{i}.self_attn.{scale}") for scale in KV_SCALES]
+            node.resize_inputs(len(input_names(spec)))
+            for position, value in enumerate((*scales, *norms), len(INPUTS)):
+                node.replace_input_with(position, value)
             for attribute in attributes:
                 node.attributes[attribute.name] = attribute
         body = ir.serde.deserialize_function(function_body(spec))
@@ -178,11 +201,11 @@ def quantize_graph(
     plan: QuantizePlan,
     entries: Mapping[str, TensorEntry],
     phase: Phase,
+    recipe: Recipe,
     *,
     compute_dtype: str,
-    cache_format: str,
 ) -> bytes:
     """The bytes of the quantized graph made from the exported one at `path`."""
     model = ir.serde.deserialize_model(onnx.load(path, load_external_data=False))
-    GraphQuantizer(model, config, plan, entries, compute_dtype).run(phase, cache_format)
+    GraphQuantizer(model, config, plan, entries, recipe, compute_dtype).run(phase)
     return ir.serde.serialize_model(model).SerializeToString(deterministic=True)

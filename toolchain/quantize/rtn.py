@@ -1,24 +1,36 @@
 """Round to nearest: the codes and scales of a matrix, symmetric.
 
-    scale_o = max_i |W[o, i]| / 127        one per output channel (or one for the tensor)
-    code    = clamp(round_half_even(W / scale), -128, 127)
+    scale_o  = max_i |W[o, i]| / qmax                          one per output channel, or one for the tensor
+    scale_og = max_{i in g} |W[o, i]| / qmax                   one per group of inputs of a channel (int4)
+    code     = clamp(round_half_even(W / scale))               qmax 127 (int8), 7 (int4), 448 (fp8 e4m3)
 
 Source: ONNX QuantizeLinear; Nagel et al., arXiv 2106.08295, eq. 4-7. Zero rows get a tiny positive
-scale, so that they stay exactly zero.
+scale, so that they stay exactly zero. The parts of a merged matrix have scales of their own.
 """
+
+from collections.abc import Sequence
 
 import torch
 
-from toolchain.numerics import quantize, scale_from_amax
+from toolchain.numerics import pack_int4, quantize, scale_from_amax
 
 
-def round_to_nearest(weight_OI: torch.Tensor, granularity: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 codes [O, I] and float32 scales [O]; with `tensor` granularity all scales are equal.
+def round_to_nearest(
+    weight_OI: torch.Tensor, fmt: str, granularity: str, *, parts: Sequence[int] | None = None, group_size: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and float32 scales of a matrix.
 
-    Raises ValueError when the weight holds inf or NaN.
+    int8 and fp8_e4m3: codes [O, I], scales [O] (`tensor`: all equal within each of `parts` rows).
+    int4: packed uint8 [O, I / 2], scales [O, I / group_size]. Raises ValueError when the weight holds
+    inf or NaN.
     """
+    if granularity == "group":
+        groups_OGg = weight_OI.float().unflatten(-1, (-1, group_size))
+        scale_OG = scale_from_amax(groups_OGg.abs().amax(-1), fmt)
+        return pack_int4(quantize(groups_OGg, scale_OG[..., None], fmt).flatten(1)), scale_OG
     amax_O = weight_OI.float().abs().amax(-1)
     if granularity == "tensor":
-        amax_O = amax_O.max().expand_as(amax_O)
-    scale_O = scale_from_amax(amax_O)
-    return quantize(weight_OI, scale_O[:, None]), scale_O
+        whole = [part.max().expand_as(part) for part in amax_O.split(list(parts or amax_O.shape))]
+        amax_O = torch.cat(whole)
+    scale_O = scale_from_amax(amax_O, fmt)
+    return quantize(weight_OI, scale_O[:, None], fmt), scale_O

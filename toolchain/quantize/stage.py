@@ -36,9 +36,7 @@ def quantize_artifact(
         report(f"note: {note}")
     blocks = _calibration_blocks(exported, recipe) if recipe.needs_calibration else None
     with create_artifact(out, STAGE, force=force) as draft:
-        scales = {}
-        if blocks is not None:
-            scales = _cache_scales(exported, recipe, blocks, report)
+        scales = _static_scales(exported, recipe, plan, blocks, report) if blocks is not None else {}
         entries = _write_weights(exported, recipe, plan, scales, draft, report)
         _write_graphs(exported, config, recipe, plan, entries, draft)
         _describe(exported, recipe, plan, draft)
@@ -65,21 +63,22 @@ def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
     return token_blocks(read_texts(find_data(c.data)), tokenizer, blocks=c.samples, seq_len=c.seq_len, seed=c.seed)
 
 
-def _cache_scales(exported: Artifact, recipe: Recipe, blocks: Any, report: Callable[[str], None]) -> dict[str, Any]:
+def _static_scales(
+    exported: Artifact, recipe: Recipe, plan: QuantizePlan, blocks: Any, report: Callable[[str], None]
+) -> dict[str, Any]:
     from toolchain.model.load import load_artifact_decoder
-    from toolchain.quantize.kv_cache import calibrate_cache
+    from toolchain.quantize.calibration import calibrate
 
     decoder, _ = load_artifact_decoder(exported)
-    decoder = decoder.float()
-    granularity = recipe.kv_cache.granularity
-    return calibrate_cache(decoder, blocks, batch=recipe.calibration.batch, granularity=granularity, report=report)
+    products = plan.rounded if recipe.has_static_activations else ()
+    return calibrate(decoder.float(), blocks, recipe, products, report)
 
 
 def _write_weights(
     exported: Artifact,
     recipe: Recipe,
     plan: QuantizePlan,
-    cache_scales: Mapping[str, Any],
+    static_scales: Mapping[str, Any],
     draft: Draft,
     report: Callable[[str], None],
 ) -> dict[str, TensorEntry]:
@@ -88,32 +87,39 @@ def _write_weights(
     quantized = {f"{name}.weight" for name in plan.weights}
     layout: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, entry in source.items():
-        layout[name] = ("int8" if name in quantized else entry.dtype, entry.shape)
-        if name in quantized:
-            layout[f"{name}_scale"] = ("float32", entry.shape[:1])
-    layout |= {name: ("float32", tuple(scale.shape)) for name, scale in cache_scales.items()}
+        if name not in quantized:
+            layout[name] = (entry.dtype, entry.shape)
+            continue
+        rows, width = entry.shape
+        group = plan.groups.get(name.removesuffix(".weight"))
+        layout[name] = (recipe.weights.format, entry.shape) if group is None else ("uint8", (rows, width // 2))
+        layout[f"{name}_scale"] = ("float32", (rows,) if group is None else (rows, width // group))
+    layout |= {name: ("float32", tuple(scale.shape)) for name, scale in static_scales.items()}
     header, _ = build_header(layout)
+    config = DecoderConfig.model_validate(exported.json("decoder.json"))
 
     def chunks() -> Iterator[Any]:
-        from toolchain.quantize.rtn import round_to_nearest
-
         for name, entry in source.items():
-            tensor = read_tensor(entry)
-            if name not in quantized:
-                yield tensor_bytes(tensor)
-                continue
-            try:
-                codes, scale = round_to_nearest(tensor, recipe.weights.granularity)
-            except ValueError as error:
-                raise DtoolError(f"{name} cannot be quantized", found=str(error), fix="check the checkpoint") from error
-            yield tensor_bytes(codes)
-            yield tensor_bytes(scale)
-        yield from (tensor_bytes(scale) for scale in cache_scales.values())
+            tensors = _quantize(name, entry, recipe, plan, config) if name in quantized else (read_tensor(entry),)
+            yield from (tensor_bytes(tensor) for tensor in tensors)
+        yield from (tensor_bytes(scale) for scale in static_scales.values())
 
     path = draft.path / WEIGHTS
     draft.known_sha256[WEIGHTS] = write_stream(path, header, chunks())
     report(f"{len(quantized)} of {len(source)} tensors quantized, {path.stat().st_size / 1e6:.1f} MB")
     return read_header(path)
+
+
+def _quantize(name: str, entry: TensorEntry, recipe: Recipe, plan: QuantizePlan, config: DecoderConfig) -> Any:
+    from toolchain.quantize.rtn import round_to_nearest
+
+    weights = recipe.weights
+    group = plan.groups.get(name.removesuffix(".weight"), 0)
+    parts = config.part_sizes(name)
+    try:
+        return round_to_nearest(read_tensor(entry), weights.format, weights.granularity, parts=parts, group_size=group)
+    except ValueError as error:
+        raise DtoolError(f"{name} cannot be quantized", found=str(error), fix="check the checkpoint") from error
 
 
 def _write_graphs(
@@ -133,8 +139,8 @@ def _write_graphs(
             plan,
             entries,
             phase,
+            recipe,
             compute_dtype=str(exported.manifest.details["compute_dtype"]),
-            cache_format=recipe.kv_cache.format,
         )
         (draft.path / GRAPH_FILES[phase]).write_bytes(graph)
     for name in exported.manifest.files:
@@ -156,6 +162,7 @@ def _describe(exported: Artifact, recipe: Recipe, plan: QuantizePlan, draft: Dra
         "kv_format": kv_format,
         "weight_format": recipe.weights.format,
         "quantized": list(plan.weights),
-        "per_token": list(plan.per_token),
+        "rounded_inputs": list(plan.rounded),
+        "activation_format": [recipe.activations.format, recipe.activations.granularity] if plan.rounded else None,
         "not_quantized": list(plan.skipped),
     }

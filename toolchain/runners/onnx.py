@@ -4,6 +4,7 @@ The cache lives in OrtValues bound as input and output at once, so it is updated
 are mapped from the artifact's file and shared by the phases' sessions.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import numpy as np
 
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
+from toolchain.formats import FORMATS
 from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, TensorSpec, graph_io
 from toolchain.model.config import DecoderConfig
 from toolchain.processor import probe_integer_products
 from toolchain.runners.runner import Array, KVState, Limits, check_state, check_step
 
-NUMPY = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
+CACHES = ("float32", "float16", "int8", "fp8_e4m3")
+"""Cache formats this backend computes with."""
 
 
 class OnnxRunner:
@@ -27,10 +30,10 @@ class OnnxRunner:
         self.name = "onnxruntime" if artifact.manifest.stage == "engine" else "onnx"
         self.config = DecoderConfig.model_validate(artifact.json("decoder.json"))
         self.cache_dtype = str(artifact.manifest.kv_contract["dtype"])
-        if self.cache_dtype not in NUMPY:
+        if self.cache_dtype not in CACHES:
             raise DtoolError(
                 f"ONNX Runtime's CPU backend cannot run {self.cache_dtype} graphs",
-                expected=", ".join(NUMPY),
+                expected=", ".join(CACHES),
                 found=self.cache_dtype,
                 fix="use compute_dtype float32 or float16 for CPU runs; bfloat16 needs a GPU backend",
             )
@@ -48,14 +51,9 @@ class OnnxRunner:
         self.contracts: dict[Phase, GraphIO] = {}
 
     def new_state(self, batch: int, capacity: int) -> KVState:
-        import onnxruntime
-
         check_state(self.config, self.limits, batch, capacity)
         shape = (batch, self.config.num_key_value_heads, capacity, self.config.head_dim)
-        caches = [
-            onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(shape, NUMPY[self.cache_dtype]))
-            for _ in range(2 * self.config.num_hidden_layers)
-        ]
+        caches = [zero_cache(shape, self.cache_dtype) for _ in range(2 * self.config.num_hidden_layers)]
         return KVState(capacity, np.zeros(batch, np.int64), caches)
 
     def step(self, state: KVState, input_ids: Array, new_lengths: Array, phase: Phase) -> Array:
@@ -100,6 +98,42 @@ class OnnxRunner:
         if phase not in self.sessions:
             self.sessions[phase] = make_session(self.artifact.file(GRAPH_FILES[phase]), self.threads, self.name)
         return self.sessions[phase]
+
+
+def zero_cache(shape: tuple[int, ...], cache_dtype: str) -> Any:
+    """An OrtValue of zeros in a cache format; numpy has no name for some of them."""
+    import onnxruntime
+
+    fmt = FORMATS[cache_dtype]
+    zeros = np.zeros(shape, f"uint{fmt.bits}")
+    return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, fmt.onnx_code)
+
+
+def run_chunks(
+    session: Any, config: DecoderConfig, cache_dtype: str, chunks: Sequence[Array], values: Sequence[str]
+) -> list[dict[str, Array]]:
+    """The named values of each chunk int64 [B, T], as float32; the cache is carried from one to the next.
+
+    `session` is over an evaluation graph that has these values as outputs.
+    """
+    import onnxruntime
+
+    contract = graph_io(config, "evaluation", cache_dtype)
+    pasts, presents = contract.inputs[3:], [spec.name for spec in contract.outputs[1:]]
+    batch, new = chunks[0].shape
+    shape = (batch, config.num_key_value_heads, len(chunks) * new, config.head_dim)
+    feeds = {spec.name: zero_cache(shape, cache_dtype) for spec in pasts}
+    given, results = {item.name for item in session.get_inputs()}, []
+    for i, ids_BT in enumerate(chunks):
+        lengths = np.full(batch, new, np.int64)
+        arrays = {"input_ids": ids_BT, "past_lengths": lengths * i, "new_lengths": lengths}
+        for name, array in arrays.items():
+            if name in given:
+                feeds[name] = onnxruntime.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array))
+        found = session.run_with_ort_values([*values, *presents], feeds)
+        feeds |= {spec.name: cache for spec, cache in zip(pasts, found[len(values) :], strict=True)}
+        results.append({name: np.asarray(v.numpy(), np.float32) for name, v in zip(values, found, strict=False)})
+    return results
 
 
 def make_session(path: Path, threads: int, kind: str) -> Any:
