@@ -23,7 +23,7 @@ INT8_QMAX = 127.0
 CODE_RANGE = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0), "fp8_e4m3": (-448.0, 448.0)}
 """Smallest and largest code of each quantized format."""
 SMALLEST_SCALE = 2.0**-100
-"""Scale of a row of zeros: positive and finite, so that 0 / scale is 0 and never NaN."""
+"""Least float32 scale: positive, so that 0 / scale is 0 and never NaN."""
 
 
 def logit_tolerance(dtype: str, *, layers: int, width: int, largest: float) -> float:
@@ -46,12 +46,16 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return codes.float() * scale
 
 
-def scale_from_amax(amax: torch.Tensor, fmt: str = "int8") -> torch.Tensor:
-    """float32 scales amax / (largest code), positive and finite. Raises ValueError on a non-finite amax."""
+def scale_from_amax(amax: torch.Tensor, fmt: str = "int8", *, held_in: torch.dtype = torch.float32) -> torch.Tensor:
+    """float32 scales amax / (largest code), positive and finite. Raises ValueError on a non-finite amax.
+
+    Their values are ones that `held_in` has, so that a graph may cast them to it without loss.
+    """
     qmax = CODE_RANGE[fmt][1]
+    smallest = SMALLEST_SCALE if held_in == torch.float32 else torch.finfo(held_in).tiny
     if not bool(torch.isfinite(amax).all()):
         raise ValueError("amax is not finite: the tensor holds inf or NaN")
-    return torch.where(amax > 0, amax.float() / qmax, SMALLEST_SCALE).clamp_min(SMALLEST_SCALE)
+    return (amax.float() / qmax).clamp_min(smallest).to(held_in).float()
 
 
 def token_scale(x_BTI: torch.Tensor, fmt: str = "int8") -> torch.Tensor:

@@ -100,9 +100,9 @@ def test_int4_groups_have_their_own_scale_and_pack_low_nibble_first(width):
 def test_a_group_that_does_not_fit_is_made_smaller_and_told_or_refused(exported, tmp_path):
     config = DecoderConfig.model_validate(open_artifact(exported).json("decoder.json"))
     plan = plan_quantization(config, make_recipe(weights={"format": "int4"}))
-    assert plan.groups["model.layers.0.mlp.down_proj"] == 128
-    assert plan.groups["model.layers.0.self_attn.qkv_proj"] == 64
-    assert "6 matrices in groups of 64: 128 does not divide 64" in plan.notes
+    assert plan.groups["model.layers.0.mlp.down_proj"] == 64
+    assert plan.groups["model.layers.0.self_attn.qkv_proj"] == 32
+    assert "6 matrices in groups of 32: 128 does not cut 64 inputs" in plan.notes
     with pytest.raises(DtoolError, match="cannot be stored as int4"):
         plan_quantization(config.model_copy(update={"hidden_size": 80}), make_recipe(weights={"format": "int4"}))
 
@@ -254,7 +254,7 @@ def test_ranges_do_not_depend_on_the_batch_size(exported):
 
     def scales(batch, granularity):
         recipe = make_recipe(kv_cache={"format": "int8", "granularity": granularity}, calibration={"batch": batch})
-        return calibrate(decoder, blocks, recipe, (), lambda _: None)
+        return calibrate(decoder, blocks, recipe, (), torch.float32, lambda _: None)
 
     one, six = scales(1, "head"), scales(6, "head")
     for name, scale in one.items():

@@ -24,6 +24,7 @@ TRT_NAMES = {
     "INT4": "Int4",
     "FLOAT8E4M3FN": "FP8",
 }
+_CODES = frozenset({"Int8", "Int4", "FP8"})
 _QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _CARRIERS = _QDQ | {"Transpose", "Cast", "Reshape", "Identity"}
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
@@ -126,7 +127,7 @@ class _ProductRun:
 
 
 def _product_runs(kernels: Sequence[Kernel]) -> list[_ProductRun]:
-    """Every product kernel. Scales are vectors, so a matrix among the constants is the weight.
+    """Every product kernel. Codes among the constants are the weight, else a matrix is (scales are vectors).
 
     A weight may also come out of a kernel that reads constants alone (a dequantization that was not
     fused): its stored type counts.
@@ -137,7 +138,8 @@ def _product_runs(kernels: Sequence[Kernel]) -> list[_ProductRun]:
         if kernel.is_product:
             sources = [prepared[t.name] for t in kernel.inputs if t.name in prepared]
             constants = [t for k in (kernel, *sources) for t in k.constants]
-            weights = [t.dtype for t in constants if t.is_matrix] or [t.dtype for t in constants]
+            codes = [t.dtype for t in constants if t.dtype in _CODES]
+            weights = codes or [t.dtype for t in constants if t.is_matrix] or [t.dtype for t in constants]
             inputs = [t.dtype for t in kernel.inputs if t.name not in prepared]
             outputs = [t.dtype for t in kernel.outputs]
             runs.append(_ProductRun(kernel, *(tuple(sorted(set(types))) for types in (inputs, weights, outputs))))

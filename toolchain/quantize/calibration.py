@@ -23,11 +23,17 @@ Amax = dict[str, torch.Tensor]
 
 @torch.inference_mode()
 def calibrate(
-    decoder: Decoder, blocks: "np.ndarray", recipe: Recipe, products: Sequence[str], report: Callable[[str], None]
+    decoder: Decoder,
+    blocks: "np.ndarray",
+    recipe: Recipe,
+    products: Sequence[str],
+    held_in: torch.dtype,
+    report: Callable[[str], None],
 ) -> dict[str, torch.Tensor]:
     """float32 scales by parameter name: [K] of each cache, [] of the input of each of `products`.
 
-    `blocks`: token ids int64 [samples, seq_len]. Raises DtoolError when a value is not finite.
+    `blocks`: token ids int64 [samples, seq_len]. Scales of inputs are values of `held_in`. Raises
+    DtoolError when a value is not finite.
     """
     amax: Amax = {}
     handles = [
@@ -48,7 +54,7 @@ def calibrate(
     finally:
         for handle in handles:
             handle.remove()
-    return {name: _scale(name, value, recipe) for name, value in amax.items()}
+    return {name: _scale(name, value, recipe, held_in) for name, value in amax.items()}
 
 
 def _batches(blocks: "np.ndarray", size: int) -> Iterator[torch.Tensor]:
@@ -73,12 +79,14 @@ def _raise_to(amax: Amax, name: str, seen: torch.Tensor) -> None:
     amax[name] = torch.maximum(amax.get(name, torch.zeros_like(seen)), seen)  # a NaN stays a NaN
 
 
-def _scale(name: str, amax: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    is_cache = name.endswith(KV_SCALES)
+def _scale(name: str, amax: torch.Tensor, recipe: Recipe, held_in: torch.dtype) -> torch.Tensor:
+    is_cache = not name.endswith(INPUT_SCALE)
     if is_cache and recipe.kv_cache.granularity == "tensor":
         amax = amax.max().expand_as(amax).contiguous()
     try:
-        return scale_from_amax(amax, recipe.kv_cache.format if is_cache else recipe.activations.format)
+        if is_cache:
+            return scale_from_amax(amax, recipe.kv_cache.format)
+        return scale_from_amax(amax, recipe.activations.format, held_in=held_in)
     except ValueError as error:
         raise DtoolError(
             f"{name} cannot be calibrated", found=str(error), fix="check the weights for inf or NaN"

@@ -60,19 +60,22 @@ def _int4_groups(config: DecoderConfig, recipe: Recipe, names: tuple[str, ...], 
         if group is None:
             raise DtoolError(
                 f"{name} cannot be stored as int4",
-                expected=f"a number of inputs that {', '.join(map(str, INT4_GROUPS))} divides",
+                expected=f"a number of inputs that is a multiple of one of {', '.join(map(str, INT4_GROUPS))}, and larger",
                 found=f"{widths[name]} inputs",
                 fix=f"leave it out: --set 'weights.skip=[\"{name}\", ...]'",
             )
     for group in sorted({g for g in groups.values() if g != asked and g is not None}):
         smaller = [name for name, g in groups.items() if g == group]
-        notes.append(f"{len(smaller)} matrices in groups of {group}: {asked} does not divide {widths[smaller[0]]}")
+        notes.append(f"{len(smaller)} matrices in groups of {group}: {asked} does not cut {widths[smaller[0]]} inputs")
     return {name: group for name, group in groups.items() if group is not None}
 
 
 def legal_group(width: int, asked: int) -> int | None:
-    """The largest group size at most `asked` that divides `width`; None if there is none."""
-    return next((g for g in INT4_GROUPS if g <= asked and width % g == 0), None)
+    """The largest group size at most `asked` that cuts `width` into two or more; None if there is none.
+
+    A single group a channel is not fused into the product by TensorRT-RTX.
+    """
+    return next((g for g in INT4_GROUPS if g <= asked and g < width and width % g == 0), None)
 
 
 def match_patterns(key: str, patterns: Iterable[str], names: list[str]) -> set[str]:

@@ -2,11 +2,13 @@
 
     weight-only   W -> DequantizeLinear(codes, scale)           axis 0; int4: axis 1 in blocks
     per token     s = max(|x|) / qmax;  x' = DQ(Q(x / s));  y = s * (x' . DQ(codes)^T)   all in float32
-    static        x' = DQ(Q(x, s), s);  y = x' . DQ(codes)^T                             all in float32
+    static        x' = DQ(Q(x, s), s);  y = x' . DQ(codes)^T
     cache         the attention node's scale inputs and cache_format; the graph's cache types
 
 The quantize scale of the token path is the constant 1, which keeps it legal where activations must
-have static scales (TensorRT), and the surrounding ordinary operators fuse.
+have static scales (TensorRT), and the surrounding ordinary operators fuse. Elsewhere values are
+dequantized in the compute type: TensorRT fuses int4 only so, and products then write half values. The
+stored scales are values of that type, so nothing is lost.
 """
 
 from collections.abc import Mapping
@@ -67,6 +69,7 @@ class GraphQuantizer:
         codes = self._initializer(name, replaces=weight)
         scale = self._initializer(name + SCALE_SUFFIX)
         dequantized: dict[bool, ir.Value] = {}
+        by_token = self.recipe.activations.granularity == "token"
         for user in users:
             is_product = user.op_type == "Transpose"
             product = next(iter(user.outputs[0].uses())).node if is_product else user
@@ -74,9 +77,10 @@ class GraphQuantizer:
             if is_product and module == EMBEDDING:
                 module = HEAD  # the tied matrix as the head
             rounded = is_product and module in self.plan.rounded
-            if rounded not in dequantized:
-                dequantized[rounded] = self._dequantize(codes, scale, user, cast=not rounded)
-            user.replace_input_with(0, dequantized[rounded])
+            in_float = rounded and by_token
+            if in_float not in dequantized:
+                dequantized[in_float] = self._dequantize(codes, scale, user, in_float=in_float)
+            user.replace_input_with(0, dequantized[in_float])
             if rounded:
                 self._round_activation(product, module)
 
@@ -103,14 +107,17 @@ class GraphQuantizer:
         self.graph.insert_before(before, node)
         return node.outputs[0]
 
-    def _dequantize(self, codes: ir.Value, scale: ir.Value, before: ir.Node, *, cast: bool) -> ir.Value:
-        name = f"{codes.name}_dequantized" + ("" if cast else "_float")
+    def _dequantize(self, codes: ir.Value, scale: ir.Value, before: ir.Node, *, in_float: bool) -> ir.Value:
+        name = f"{codes.name}_dequantized" + ("_float" if in_float else "")
         group = self.plan.groups.get(str(codes.name).removesuffix(".weight"))
         blocks = {"axis": 1, "block_size": group} if group else {"axis": 0}
-        value = self._insert(before, "DequantizeLinear", [codes, scale], name, **blocks)
-        if cast and self.compute != _FLOAT:
-            value = self._insert(before, "Cast", [value], f"{name}_cast", to=int(self.compute))
-        return value
+        held = scale if in_float else self._in_compute_type(scale, name, before)
+        return self._insert(before, "DequantizeLinear", [codes, held], name, **blocks)
+
+    def _in_compute_type(self, scale: ir.Value, user: str, before: ir.Node) -> ir.Value:
+        if self.compute == _FLOAT:
+            return scale
+        return self._insert(before, "Cast", [scale], f"{user}_scale", to=int(self.compute))
 
     def _round_activation(self, product: ir.Node, module: str) -> None:
         x, output = product.inputs[0], product.outputs[0]
@@ -122,19 +129,19 @@ class GraphQuantizer:
             )
         rounded, token_scale = self.rounded[str(x.name)]
         product.replace_input_with(0, rounded)
+        if token_scale is not None:
+            self._multiply_back(product, output, token_scale)
+
+    def _multiply_back(self, product: ir.Node, output: ir.Value, token_scale: ir.Value) -> None:
+        """Put the token's scale behind a product; the result takes the product's name and users."""
         name = str(output.name)
         users, is_output = list(output.uses()), output in self.graph.outputs
-        nodes: list[ir.Node] = []
-        if token_scale is not None:
-            nodes.append(ir.Node("", "Mul", [output, token_scale], num_outputs=1, name=f"{name}_scaled"))
-        if self.compute != _FLOAT:
-            last = nodes[-1].outputs[0] if nodes else output
-            to = ir.convenience.convert_attributes({"to": int(self.compute)})
-            nodes.append(ir.Node("", "Cast", [last], to, num_outputs=1, name=f"{name}_cast"))
-        if not nodes:
-            return
         output.name = f"{name}_unscaled"
-        nodes[0].outputs[0].name = f"{name}_float"
+        nodes = [ir.Node("", "Mul", [output, token_scale], num_outputs=1, name=f"{name}_scaled")]
+        if self.compute != _FLOAT:
+            nodes[0].outputs[0].name = f"{name}_float"
+            to = ir.convenience.convert_attributes({"to": int(self.compute)})
+            nodes.append(ir.Node("", "Cast", list(nodes[0].outputs), to, num_outputs=1, name=f"{name}_cast"))
         final = nodes[-1].outputs[0]
         final.name = name
         self.graph.insert_after(product, nodes)
@@ -166,7 +173,8 @@ class GraphQuantizer:
         """The float32 input rounded with the scale that calibration stored for this product."""
         name, scale, zero = str(x.name), self._initializer(f"{module}.{INPUT_SCALE}"), self._zero_code()
         codes = self._insert(before, "QuantizeLinear", [self._as_float(x, before), scale, zero], f"{name}_codes")
-        return self._insert(before, "DequantizeLinear", [codes, scale, zero], f"{name}_rounded")
+        held = self._in_compute_type(scale, f"{name}_rounded", before)
+        return self._insert(before, "DequantizeLinear", [codes, held, zero], f"{name}_rounded")
 
     def _as_float(self, x: ir.Value, before: ir.Node) -> ir.Value:
         return x if self.compute == _FLOAT else self._insert(before, "Cast", [x], f"{x.name}_as_float", to=int(_FLOAT))

@@ -16,21 +16,27 @@ from toolchain.numerics import pack_int4, quantize, scale_from_amax
 
 
 def round_to_nearest(
-    weight_OI: torch.Tensor, fmt: str, granularity: str, *, parts: Sequence[int] | None = None, group_size: int = 0
+    weight_OI: torch.Tensor,
+    fmt: str,
+    granularity: str,
+    *,
+    parts: Sequence[int] | None = None,
+    group_size: int = 0,
+    held_in: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and float32 scales of a matrix.
 
     int8 and fp8_e4m3: codes [O, I], scales [O] (`tensor`: all equal within each of `parts` rows).
-    int4: packed uint8 [O, I / 2], scales [O, I / group_size]. Raises ValueError when the weight holds
-    inf or NaN.
+    int4: packed uint8 [O, I / 2], scales [O, I / group_size]. The scales are values of `held_in`.
+    Raises ValueError when the weight holds inf or NaN.
     """
     if granularity == "group":
         groups_OGg = weight_OI.float().unflatten(-1, (-1, group_size))
-        scale_OG = scale_from_amax(groups_OGg.abs().amax(-1), fmt)
+        scale_OG = scale_from_amax(groups_OGg.abs().amax(-1), fmt, held_in=held_in)
         return pack_int4(quantize(groups_OGg, scale_OG[..., None], fmt).flatten(1)), scale_OG
     amax_O = weight_OI.float().abs().amax(-1)
     if granularity == "tensor":
         whole = [part.max().expand_as(part) for part in amax_O.split(list(parts or amax_O.shape))]
         amax_O = torch.cat(whole)
-    scale_O = scale_from_amax(amax_O, fmt)
+    scale_O = scale_from_amax(amax_O, fmt, held_in=held_in)
     return quantize(weight_OI, scale_O[:, None], fmt), scale_O

@@ -7,6 +7,7 @@ from typing import Any
 
 from toolchain.artifact import Artifact, Draft, check_output, create_artifact, hash_file, open_artifact, stage_key
 from toolchain.errors import DtoolError
+from toolchain.formats import format_named
 from toolchain.graph_io import GRAPH_FILES, PHASES
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.plan import QuantizePlan, plan_quantization
@@ -70,8 +71,9 @@ def _static_scales(
     from toolchain.quantize.calibration import calibrate
 
     decoder, _ = load_artifact_decoder(exported)
+    held_in = format_named(str(exported.manifest.details["compute_dtype"])).torch_dtype
     products = plan.rounded if recipe.has_static_activations else ()
-    return calibrate(decoder.float(), blocks, recipe, products, report)
+    return calibrate(decoder.float(), blocks, recipe, products, held_in, report)
 
 
 def _write_weights(
@@ -115,9 +117,10 @@ def _quantize(name: str, entry: TensorEntry, recipe: Recipe, plan: QuantizePlan,
 
     weights = recipe.weights
     group = plan.groups.get(name.removesuffix(".weight"), 0)
-    parts = config.part_sizes(name)
+    held_in = format_named(entry.dtype).torch_dtype
+    options = {"parts": config.part_sizes(name), "group_size": group, "held_in": held_in}
     try:
-        return round_to_nearest(read_tensor(entry), weights.format, weights.granularity, parts=parts, group_size=group)
+        return round_to_nearest(read_tensor(entry), weights.format, weights.granularity, **options)
     except ValueError as error:
         raise DtoolError(f"{name} cannot be quantized", found=str(error), fix="check the checkpoint") from error
 

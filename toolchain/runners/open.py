@@ -13,12 +13,16 @@ def open_runner(path: Path, *, threads: int = 0) -> Runner:
         return eager_runner(path)
     artifact = open_artifact(path)
     backend = artifact.manifest.target.get("backend", "onnxruntime")
+    if backend in ("tensorrt", "tensorrt-rtx"):
+        from toolchain.runners.tensorrt import TensorRTRunner
+
+        return TensorRTRunner(artifact)
     if backend != "onnxruntime":
         raise DtoolError(
-            f"{path} was compiled by {backend}",
-            expected="an artifact this machine can run",
-            found=f"engines for {', '.join(artifact.manifest.target.get('targets', ()))}",
-            fix="run it on a host with such a GPU; `dtool inspect` shows what is in it",
+            f"{path} was compiled by {backend}, which this version of dtool does not know",
+            expected="onnxruntime, tensorrt or tensorrt-rtx",
+            found=str(backend),
+            fix="use the version of dtool that built it, or build the engine again",
         )
     from toolchain.runners.onnx import OnnxRunner
 
