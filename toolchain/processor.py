@@ -1,4 +1,42 @@
-"""What this processor computes, found out by computing it. Light: no torch."""
+"""What this machine computes with, found out by asking it. Light: no torch."""
+
+import ctypes
+from dataclasses import dataclass
+
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+_NAME_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU: its name and compute capability as 10 * major + minor."""
+
+    name: str
+    sm: int
+
+
+def installed_gpus() -> tuple[Gpu, ...]:
+    """The GPUs the CUDA driver lists, in its order; none where there is no driver or it does not start."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    return tuple(_describe_gpu(driver, i) for i in range(count.value))
+
+
+def _describe_gpu(driver: ctypes.CDLL, index: int) -> Gpu:
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES)
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    driver.cuDeviceGetName(name, _NAME_BYTES, device)
+    parts = []
+    for attribute in (_MAJOR, _MINOR):
+        value = ctypes.c_int()
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        parts.append(value.value)
+    return Gpu(name.value.decode(), 10 * parts[0] + parts[1])
 
 
 def probe_integer_products() -> bool:

@@ -98,14 +98,29 @@ class Range(_Section, frozen=True):
 
 
 class Engine(_Section, frozen=True):
-    """What the engine is compiled by and for."""
+    """What the engine is compiled by and for.
 
-    backend: Literal["onnxruntime", "tensorrt-rtx"] = "onnxruntime"
+    `attention`: `plugin` is dtool's own kernels over a cache of any format; `native` is TensorRT's, over
+    a cache in the compute type. `layout`: prefill and decode as two engines (`separate`), or as two
+    profiles of one engine, which holds the weights once (`shared`). `memory_limit_mb` bounds the
+    builder's workspace. The options below it are TensorRT's own.
+    """
+
+    backend: Literal["onnxruntime", "tensorrt", "tensorrt-rtx"] = "onnxruntime"
     targets: tuple[str, ...] = ()
-    attention: Literal["native"] = "native"
+    attention: Literal["native", "plugin"] = "native"
+    layout: Literal["separate", "shared"] = "separate"
     batch: Range = Range(min=1, opt=1, max=8)
     prompt_len: Range = Range(min=1, opt=512, max=2048)
     kv_capacity: int = pydantic.Field(default=2048, ge=2)
+    optimization_level: Annotated[int, pydantic.Field(ge=0, le=5)] | None = None
+    memory_limit_mb: Annotated[int, pydantic.Field(ge=1)] | None = None
+    timing_cache: bool = True
+    weight_streaming: bool = False
+    refit: bool = False
+    strip_weights: bool = False
+    hardware_compatibility: Literal["none", "ampere_plus", "same_compute_capability"] = "none"
+    version_compatible: bool = False
 
 
 Bound = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]

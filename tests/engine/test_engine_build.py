@@ -3,12 +3,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from toolchain.artifact import TIMINGS, open_artifact
-from toolchain.engine import stage, tensorrt_rtx
+from toolchain.engine import compiler, stage
 from toolchain.engine.report import page
 from toolchain.engine.stage import build_engine, engine_key
 from toolchain.errors import DtoolError
@@ -46,7 +47,7 @@ def test_the_manifest_says_what_a_runtime_must_know(built, fp16, make_recipe):
     assert manifest.lineage == {"source": fp16.identity}
     assert manifest.key == engine_key(fp16, make_recipe())
     assert manifest.key != engine_key(fp16, make_recipe(kv_capacity=64))
-    assert manifest.kv_contract == fp16.manifest.kv_contract | {"capacity": 128}
+    assert manifest.kv_contract == fp16.manifest.kv_contract | {"capacity": 128, "finite_slots": True}
     assert manifest.details == fp16.manifest.details
     target = manifest.target
     assert (target["kv_capacity"], target["max_batch"], target["max_prompt"]) == (128, 8, 64)
@@ -82,7 +83,7 @@ def test_a_second_build_gives_the_same_bytes(built, fp16, make_recipe, tmp_path)
 
 
 def fixed_addresses_allowed():
-    code = "import sys; from toolchain.engine.tensorrt_rtx import fix_addresses; sys.exit(0 if fix_addresses() else 1)"
+    code = "import sys; from toolchain.engine.compile_child import fix_addresses; sys.exit(0 if fix_addresses() else 1)"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -112,7 +113,7 @@ def test_what_the_compiler_rejects_is_told_in_its_words(altered, fp16, make_reci
                 node.ClearField("attribute")
                 del node.input[1:]
 
-    monkeypatch.setattr(stage, "preflight", lambda _, recipe: stage_targets(recipe))
+    monkeypatch.setattr(stage, "preflight", lambda _, recipe, __: stage_targets(recipe))
     with pytest.raises(DtoolError, match=r"cannot compile prefill[\s\S]*Det"):
         build_engine(altered(fp16, graph=soften).path, make_recipe(), tmp_path / "out", report=quiet)
     assert not list(tmp_path.glob("*out*"))
@@ -149,7 +150,7 @@ STUBS = {
 @pytest.mark.parametrize("name", STUBS)
 def test_a_child_that_fails_is_told_truly_and_leaves_nothing(fp16, make_recipe, tmp_path, monkeypatch, name):
     code, *texts = STUBS[name]
-    monkeypatch.setattr(tensorrt_rtx, "child_command", lambda _: [sys.executable, "-c", code])
+    monkeypatch.setattr(compiler, "child_command", lambda _: [sys.executable, "-c", code])
     with pytest.raises(DtoolError) as caught:
         build_engine(fp16.path, make_recipe(), tmp_path / "out", report=quiet)
     assert all(text in str(caught.value) for text in texts), caught.value
@@ -161,22 +162,23 @@ def test_a_child_that_fails_is_told_truly_and_leaves_nothing(fp16, make_recipe, 
 def test_an_interrupt_ends_the_child_and_leaves_nothing(fp16, make_recipe, tmp_path, monkeypatch):
     pid_file = tmp_path / "pid"
     code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    monkeypatch.setattr(tensorrt_rtx, "child_command", lambda _: [sys.executable, "-c", code])
-    wait = subprocess.Popen.wait
-    calls = []
+    monkeypatch.setattr(compiler, "child_command", lambda _: [sys.executable, "-c", code])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def interrupted(self, timeout=None):
-        calls.append(self.pid)
-        if len(calls) == 1:
-            deadline = time.monotonic() + 10
-            while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            raise KeyboardInterrupt
-        return wait(self, timeout)
+    def interrupt():
+        deadline = time.monotonic() + 30
+        while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        build_engine(fp16.path, make_recipe(), tmp_path / "out", report=quiet)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            build_engine(fp16.path, make_recipe(), tmp_path / "out", report=quiet)
+    finally:
+        thread.join()
+        signal.signal(signal.SIGINT, before)
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), signal.SIGCONT)
     assert [path.name for path in tmp_path.iterdir()] == ["pid"]

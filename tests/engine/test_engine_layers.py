@@ -1,6 +1,9 @@
 # ruff: noqa: E501 - lines of the log, as written
 """The layer log's parser and what is concluded from it, on lines TensorRT-RTX 1.7.1 wrote."""
 
+import dataclasses
+import json
+
 import onnx
 import pytest
 
@@ -62,8 +65,70 @@ FACTS = GraphFacts(
 )
 
 
+PLUGIN = (
+    "Name: layers.0.getitem [profile 1], LayerType: PluginV3, Inputs: [ { Name: qkv, Dimensions: [-1,1,256], Datatype: Half, "
+    f"{LINEAR} }}], Outputs: [ {{ Name: out, Dimensions: [-1,1,128], Datatype: Half, {LINEAR} }}, {{ Name: present, "
+    f"Dimensions: [-1,2,64,32], Datatype: Int8, {LINEAR} }}], TacticName: , Metadata: [ONNX Layer: layers.0.getitem]"
+)
+
+
+def kernels_of(text):
+    (kernels,) = parse_layers(text)
+    return kernels
+
+
+def test_profiles_are_told_apart_by_the_tags_of_their_regions():
+    first = LOG.split("Bindings", maxsplit=1)[0]
+    second = QKV.replace("_myl0_2", " [profile 1]_myl7_2")
+    untagged = SHAPE.replace("[ShapeHostToDeviceCopy 0]", "__mye7_myl7_0")
+    prefill, decode = parse_layers(f"{first}\n{untagged}\n{second}\n{PLUGIN}\n", 2)
+    assert (len(prefill), len(decode)) == (6, 3)
+    assert decode[0].name == "__mye7_myl7_0"
+
+
+def test_the_inspector_tells_the_same_as_the_log():
+    layers = [
+        {
+            "Name": "l0.q.mm",
+            "LayerType": "gemm",
+            "Inputs": [{"Name": "x", "Dimensions": [-1, 8], "Format/Datatype": "Row major Int8 format"}],
+            "Constants": [{"Name": "w", "Dimensions": [8, 8], "Format/Datatype": "Int8"}],
+            "Outputs": [{"Name": "y", "Dimensions": [-1, 8], "Format/Datatype": "FP16"}],
+            "TacticName": "t",
+            "Metadata": "[ONNX Layer: l0.q.mm]",
+        },
+        "a layer of an engine without detail",
+    ]
+    (kernels,) = parse_layers(json.dumps([{"Layers": layers}]))
+    assert [str(t) for t in (*kernels[0].inputs, *kernels[0].constants, *kernels[0].outputs)] == [
+        "Int8[-1,8]",
+        "Int8[8,8]",
+        "Half[-1,8]",
+    ]
+    assert kernels[0].onnx_nodes == ("l0.q.mm",)
+    assert kernels[1].name == "a layer of an engine without detail"
+
+
+def test_attention_nodes_without_a_body_must_run_in_the_plugin():
+    facts = dataclasses.replace(FACTS, plugin=True)
+    with pytest.raises(DtoolError, match=r"the plugin for each of 1 nodes"):
+        verify_engine("decode", kernels_of(LOG), facts)
+    verify_engine("decode", kernels_of(LOG.replace(ATTENTION, PLUGIN.replace(" [profile 1]", ""))), facts)
+
+
+def test_a_quantized_cache_may_be_written_in_no_wider_type():
+    facts = dataclasses.replace(FACTS, plugin=True, cache=("Int8", (-1, 2, 64, 32)))
+    log = LOG.replace(ATTENTION, PLUGIN.replace(" [profile 1]", ""))
+    verify_engine("decode", kernels_of(log), facts)
+    expanded = BARE_DQ.replace(
+        "[576,97], Strides: [97,1], StrideOrder: [1,0], Datatype: Half", "[-1,2,64,32], Datatype: Half"
+    )
+    with pytest.raises(DtoolError, match="expands the quantized cache"):
+        verify_engine("decode", kernels_of(log.replace(HEAD, f"{HEAD}\n{expanded}")), facts)
+
+
 def test_every_line_becomes_a_kernel_with_its_operands_and_nodes():
-    shape, qkv, attention, weight_only, *_ = kernels = parse_layers(LOG)
+    shape, qkv, attention, weight_only, *_ = kernels = kernels_of(LOG)
     assert len(kernels) == 6
     assert (shape.type, shape.inputs, [str(t) for t in shape.outputs]) == ("ShapeHostToDevice", (), ["Int64[1]"])
     assert [str(t) for t in qkv.inputs] == ["Int8[-1,576]"]
@@ -80,7 +145,7 @@ def test_a_line_of_another_form_is_refused():
 
 
 def test_the_summary_counts_attention_products_and_lone_dequantization():
-    summary = summarize(parse_layers(LOG), FACTS)
+    summary = summarize(kernels_of(LOG), FACTS)
     assert summary["attention"]["fused"] == summary["attention"]["layers"] == 1
     assert summary["attention"]["kernels"][0]["layer"] == 0
     assert summary["products"]["in_graph"] == 5
@@ -94,24 +159,24 @@ def test_the_summary_counts_attention_products_and_lone_dequantization():
 
 
 def test_an_engine_that_does_what_the_graph_says_passes():
-    verify_engine("prefill", parse_layers(LOG), FACTS)
+    verify_engine("prefill", kernels_of(LOG), FACTS)
 
 
 def test_attention_that_is_not_fused_fails_and_names_its_node():
-    kernels = parse_layers(LOG.replace("_gemm_mha_v2", "__myl_Softmax"))
+    kernels = kernels_of(LOG.replace("_gemm_mha_v2", "__myl_Softmax"))
     with pytest.raises(DtoolError, match=r"not fused[\s\S]*layers\.0\.getitem"):
         verify_engine("prefill", kernels, FACTS)
 
 
 def test_float32_weights_recorded_as_int8_fail():
-    kernels = parse_layers(LOG.replace("[960,1], StrideOrder: [1,0], Datatype: Int8", "[960,1], Datatype: Float"))
+    kernels = kernels_of(LOG.replace("[960,1], StrideOrder: [1,0], Datatype: Int8", "[960,1], Datatype: Float"))
     with pytest.raises(DtoolError, match=r"3 of 5 differ: l0\.q\.mm \(Int8 x Int8\) runs as Int8 x Float"):
         verify_engine("decode", kernels, FACTS)
 
 
 def test_a_product_without_kernel_fails():
     with pytest.raises(DtoolError, match=r"head\.mm .* has no product kernel"):
-        verify_engine("decode", parse_layers(LOG.replace(HEAD, "")), FACTS)
+        verify_engine("decode", kernels_of(LOG.replace(HEAD, "")), FACTS)
 
 
 def test_the_graph_tells_stored_and_activation_types():

@@ -7,6 +7,7 @@ import onnx
 import pytest
 
 from toolchain.engine import preflight as preflight_module
+from toolchain.engine import rules
 from toolchain.engine.stage import build_engine
 from toolchain.errors import DtoolError
 
@@ -72,7 +73,7 @@ def test_an_int8_cache_is_refused_by_native_attention(altered, fp16, make_recipe
     source = altered(fp16, manifest=lambda m: m["kv_contract"].update(dtype="int8"))
     text = refusal(source, make_recipe(), tmp_path)
     assert "cannot keep an int8 cache" in text
-    assert "kv_cache.format none, or use engine.backend onnxruntime" in text
+    assert "engine.attention=plugin, or quantize with kv_cache.format none" in text
 
 
 def test_fp8_data_is_refused_on_ampere_alone(altered, fp16, make_recipe, tmp_path):
@@ -138,4 +139,4 @@ def test_the_embedded_backend_refuses_other_compute_types(fp16, make_recipe, tmp
 def test_the_abi_of_the_rule_is_the_abi_of_the_op():
     from toolchain.ops.attention import ABI
 
-    assert ABI == preflight_module.ATTENTION_ABI
+    assert ABI == rules.ATTENTION_ABI

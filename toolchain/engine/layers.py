@@ -1,13 +1,17 @@
-"""The compiler's own account of an engine, read from its log.
+"""The compiler's own account of an engine, read from its log or from its inspector.
 
 With detailed profiling verbosity TensorRT-RTX logs one verbose message that starts with `Layers:`
 and has one line per kernel: `Name: …, LayerType: …, Inputs: […], Constants: […], Outputs: […],
 TacticName: …, Metadata: [ONNX Layer: …]`. Engines compiled without a GPU cannot be deserialized
-here, so this text is the only evidence of what is in them.
+here, so this text is the only evidence of what is in them. TensorRT, which compiles on a GPU, is asked
+through its engine inspector instead: the same facts as JSON, one document per profile.
 """
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from toolchain.errors import DtoolError
 
@@ -18,6 +22,14 @@ _TENSOR = re.compile(
     r"\{ Name: (?P<name>.*?), (?:Location: \w+, )?Dimensions: \[(?P<dims>[-\d,]*)\].*?Datatype: (?P<dtype>\w+)"
 )
 _ONNX = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
+_PROFILE = re.compile(r"\[profile (\d+)\]")
+_REGION = re.compile(r"_myl(\d+)_\d+$")
+_INSPECTOR_TYPES = (
+    ("FP8", "FP8"), ("FP16", "Half"), ("Half", "Half"), ("BF16", "BFloat16"), ("BFloat16", "BFloat16"),
+    ("Int8", "Int8"), ("Int4", "Int4"), ("Int64", "Int64"), ("Int32", "Int32"), ("FP32", "Float"), ("Float", "Float"),
+    ("Bool", "Bool"),
+)  # fmt: skip
+"""How the inspector words a type within a format, and our name of it; the first that is found counts."""
 _OPEN, _CLOSE = "[{(", "]})"
 
 
@@ -57,13 +69,68 @@ class Kernel:
 
     @property
     def is_fused_attention(self) -> bool:
-        """Whether it is the dedicated attention kernel: _gemm_mha_v2 over many queries, _gemv_mha_v1 over one."""
-        return "_mha_v" in self.tactic or self.type == "PluginV3"
+        """Whether it is attention: the plugin, or TensorRT's kernel (_gemm_mha_v2 over many queries, _gemv_mha_v1)."""
+        return "_mha_v" in self.tactic or self.is_plugin
+
+    @property
+    def is_plugin(self) -> bool:
+        """Whether it is a plugin's work."""
+        return self.type == "PluginV3"
 
 
-def parse_layers(text: str) -> tuple[Kernel, ...]:
-    """Every kernel of a `Layers:` message, in order. Raises DtoolError for a line of another form."""
-    return tuple(_kernel(line) for line in text.split("\n") if line.startswith("Name: "))
+def parse_layers(text: str, profiles: int = 1) -> list[tuple[Kernel, ...]]:
+    """The kernels of each profile, in order, from a `Layers:` message or the inspector's documents.
+
+    Raises DtoolError for text of another form.
+    """
+    if text.lstrip().startswith("["):
+        return [_inspected(document) for document in json.loads(text)]
+    kernels = tuple(_kernel(line) for line in text.split("\n") if line.startswith("Name: "))
+    return _split_profiles(kernels, profiles)
+
+
+def _split_profiles(kernels: Sequence[Kernel], profiles: int) -> list[tuple[Kernel, ...]]:
+    """Tell the kernels of several profiles apart: those of the later ones carry a tag.
+
+    Not every kernel does, so one tag speaks for its whole region (the number in `_myl3_7`), and a
+    region without any belongs to the profile of the kernels before it.
+    """
+    tags = [_PROFILE.search(kernel.name) for kernel in kernels]
+    regions = [_REGION.search(kernel.name) for kernel in kernels]
+    of_region = {r[1]: int(t[1]) for t, r in zip(tags, regions, strict=True) if t and r}
+    split: list[list[Kernel]] = [[] for _ in range(profiles)]
+    current = 0
+    for kernel, tag, region in zip(kernels, tags, regions, strict=True):
+        current = int(tag[1]) if tag else of_region.get(region[1], current) if region else current
+        split[min(current, profiles - 1)].append(kernel)
+    return [tuple(part) for part in split]
+
+
+def _inspected(document: Any) -> tuple[Kernel, ...]:
+    # a layer without detail is its name alone
+    layers = [{"Name": layer} if isinstance(layer, str) else layer for layer in document.get("Layers", ())]
+    return tuple(_inspected_kernel(layer) for layer in layers)
+
+
+def _inspected_kernel(layer: Any) -> Kernel:
+    inputs, constants, outputs = (
+        tuple(map(_inspected_tensor, layer.get(part, ()))) for part in ("Inputs", "Constants", "Outputs")
+    )
+    return Kernel(
+        name=str(layer.get("Name", "")),
+        type=str(layer.get("LayerType", "")),
+        tactic=str(layer.get("TacticName", "")),
+        inputs=inputs,
+        constants=constants,
+        outputs=outputs,
+        onnx_nodes=tuple(_ONNX.findall(str(layer.get("Metadata", "")))),
+    )
+
+
+def _inspected_tensor(tensor: Any) -> KernelTensor:
+    words = str(tensor.get("Format/Datatype", tensor.get("Datatype", "")))
+    dtype = next((ours for theirs, ours in _INSPECTOR_TYPES if theirs in words), words)
+    return KernelTensor(str(tensor.get("Name", "")), dtype, tuple(tensor.get("Dimensions", ())))
 
 
 def _kernel(line: str) -> Kernel:

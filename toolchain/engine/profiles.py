@@ -11,7 +11,7 @@ from typing import Any
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError, name_list
 from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase
-from toolchain.recipe import Engine
+from toolchain.recipe import Engine, Range
 
 ENGINE_PHASES: tuple[Phase, ...] = ("prefill", "decode")
 ATTENTION = "FusedAttention"
@@ -21,9 +21,9 @@ Profile = dict[str, tuple[Shape, Shape, Shape]]
 """Input name to its smallest, most usual and largest shape."""
 
 
-def build_profile(contract: GraphIO, engine: Engine) -> Profile:
-    """The ranges of every input of a phase that has a dynamic dimension once the capacity is fixed."""
-    ranges = {"batch": engine.batch, "T": engine.prompt_len}
+def build_profile(contract: GraphIO, engine: Engine, tokens: Range) -> Profile:
+    """The ranges of every input that has a dynamic dimension once the capacity is fixed; `tokens` is T's."""
+    ranges = {"batch": engine.batch, "T": tokens}
     profile: Profile = {}
     for spec in contract.inputs:
         dims = [engine.kv_capacity if dim == "capacity" else dim for dim in spec.shape]
@@ -60,51 +60,61 @@ def dynamic_inputs(graph: Any) -> list[str]:
     ]
 
 
-def write_static_graph(source: Artifact, phase: Phase, capacity: int, folder: Path) -> Path:
-    """A copy of one graph that TensorRT-RTX takes, with links to its data files beside it; its path.
+def write_static_graph(source: Artifact, phase: Phase, engine: Engine, folder: Path, name: str) -> Path:
+    """A copy of one graph that TensorRT takes, with links to its data files beside it; its path.
 
-    The cache gets its capacity (TensorScatter demands a static one). In decode the attention body
-    is written without its poison guard, which there costs a copy of the whole cache; the runtime
-    hands decode caches that are finite in every slot instead.
+    The cache gets its capacity (TensorScatter demands a static one). With the plugin the attention
+    nodes lose their function body, so that a missing plugin is an error and never another attention.
+    Without it the body is written without its poison guard, which costs copies of the whole cache; the
+    runtime hands caches that are finite in every slot instead.
     """
     import onnx
 
     from toolchain.ops.function_body import function_body
 
     model = onnx.load(str(source.file(GRAPH_FILES[phase])), load_external_data=False)
-    nodes = [node for node in model.graph.node if node.op_type == ATTENTION]
-    if nodes:
-        body = function_body(attention_spec(nodes[0]), poison_guard=phase != "decode")
-        kept = [f for f in model.functions if (f.domain, f.name) != (body.domain, body.name)]
+    specs = {attention_spec(node) for node in model.graph.node if node.op_type == ATTENTION}
+    if specs:
+        kept = [f for f in model.functions if f.name != ATTENTION]
         del model.functions[:]
-        model.functions.extend([*kept, body])
+        bodies = [] if engine.attention == "plugin" else [function_body(s, poison_guard=False) for s in specs]
+        model.functions.extend([*kept, *bodies])
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param == "capacity":
-                dim.dim_value = capacity
+                dim.dim_value = engine.kv_capacity
     for location in external_files(model):
         if not (folder / location).exists():
             (folder / location).symlink_to(source.file(location).resolve())
-    path = folder / GRAPH_FILES[phase]
+    path = folder / f"{name}.onnx"
     onnx.save(model, str(path))
     return path
 
 
-def attention_spec(node: Any) -> Any:
-    """The AttentionSpec in a node's attributes."""
+def attention_specs(source: Artifact) -> list[Any]:
+    """The AttentionSpec of every kind of attention node in an artifact's graphs, each once."""
     import onnx
 
+    model = onnx.load(str(source.file(GRAPH_FILES["decode"])), load_external_data=False)
+    return list(dict.fromkeys(attention_spec(node) for node in model.graph.node if node.op_type == ATTENTION))
+
+
+def attention_spec(node: Any) -> Any:
+    """The AttentionSpec in a node's attributes."""
     from toolchain.ops.attention import AttentionSpec
 
+    values = node_values(node)
+    fields: dict[str, Any] = {name: values[name] for name in AttentionSpec.__slots__}
+    fields["interleaved"] = bool(fields["interleaved"])
+    return AttentionSpec(**fields)
+
+
+def node_values(node: Any) -> dict[str, Any]:
+    """The attributes of a node by name, texts decoded. Does not import torch."""
+    import onnx
+
     values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    return AttentionSpec(
-        num_heads=values["num_heads"],
-        num_kv_heads=values["num_kv_heads"],
-        head_dim=values["head_dim"],
-        scale=values["scale"],
-        rotary_dim=values["rotary_dim"],
-        cache_format=values["cache_format"].decode(),
-    )
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
 
 
 def external_files(model: Any) -> list[str]:

@@ -27,6 +27,7 @@ TRT_NAMES = {
 _CODES = frozenset({"Int8", "Int4", "FP8"})
 _QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _CARRIERS = _QDQ | {"Transpose", "Cast", "Reshape", "Identity"}
+_PROFILE_TAG = re.compile(r"\s*\[profile \d+\]$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -41,11 +42,17 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What a graph asks of its engine: op type by node name, its products, its attention nodes."""
+    """What a graph asks of its engine: op type by node name, its products, its attention nodes, its caches.
+
+    `plugin`: the attention nodes have no body, so a plugin must run them. `cache`: type and shape of one
+    quantized cache; None for a cache of values.
+    """
 
     op_types: Mapping[str, str]
     products: tuple[Product, ...]
     attention: tuple[str, ...]
+    plugin: bool = False
+    cache: tuple[str, tuple[int, ...]] | None = None
 
 
 def read_graph(model: Any, compute_dtype: str) -> GraphFacts:
@@ -68,7 +75,21 @@ def read_graph(model: Any, compute_dtype: str) -> GraphFacts:
         op_types={node.name: node.op_type for node in model.graph.node},
         products=tuple(products),
         attention=tuple(node.name for node in model.graph.node if node.op_type in (ATTENTION, "Attention")),
+        plugin=ATTENTION not in {function.name for function in model.functions},
+        cache=_quantized_cache(model),
     )
+
+
+def _quantized_cache(model: Any) -> tuple[str, tuple[int, ...]] | None:
+    """Type and shape (dynamic dims -1) of a cache input that holds codes."""
+    from onnx import TensorProto
+
+    for value in model.graph.input:
+        tensor = value.type.tensor_type
+        dtype = TRT_NAMES.get(TensorProto.DataType.Name(tensor.elem_type), "")
+        if value.name.startswith("past_key_values.") and dtype in _CODES:
+            return dtype, tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim)
+    return None
 
 
 def _origin(name: str, producers: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[str | None, bool]:
@@ -89,7 +110,7 @@ def _origin(name: str, producers: Mapping[str, Any], stored: Mapping[str, Any]) 
 
 def summarize(kernels: Sequence[Kernel], facts: GraphFacts) -> dict[str, Any]:
     """Counts of an engine's kernels: by type, fused attention per layer, products by operand types."""
-    fused = [k for k in kernels if k.is_fused_attention]
+    fused = attention_kernels(kernels, facts)
     products = _product_runs(kernels)
     wanted = {p.node for p in facts.products}
     rows = Counter((run.types, len(wanted & set(run.kernel.onnx_nodes))) for run in products)
@@ -166,7 +187,7 @@ def _layer_of(kernel: Kernel) -> int | None:
 def _attention_row(kernel: Kernel) -> dict[str, Any]:
     return {
         "layer": _layer_of(kernel),
-        "tactic": kernel.tactic,
+        "tactic": kernel.type if kernel.is_plugin else kernel.tactic,
         "type": kernel.inputs[0].dtype if kernel.inputs else "",
     }
 
@@ -186,17 +207,13 @@ def _is_bare_qdq(kernel: Kernel, op_types: Mapping[str, str]) -> bool:
 
 
 def verify_engine(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) -> None:
-    """Raise DtoolError when attention is not fused in every layer, or a product is not in the types asked."""
-    fused = [k for k in kernels if k.is_fused_attention]
-    if len(fused) != len(facts.attention):
-        named = " ".join(node for k in fused for node in k.onnx_nodes)
-        missing = [name for name in facts.attention if name not in named]
-        raise DtoolError(
-            f"attention is not fused in every layer of {phase}",
-            expected=f"a dedicated attention kernel for each of {len(facts.attention)} nodes",
-            found=f"{len(fused)}; without one: {name_list(missing) or 'unnamed'}",
-            fix="use compute_dtype float16 or bfloat16 and a head_dim from 16 to 256",
-        )
+    """Raise DtoolError when a kernel does not do what the graph says.
+
+    Attention runs in the plugin (or TensorRT's own kernel) in every layer; every product in the types
+    asked; a quantized cache is nowhere expanded.
+    """
+    _verify_attention(phase, kernels, facts)
+    _verify_cache(phase, kernels, facts)
     by_node = {node: run for run in _product_runs(kernels) for node in run.kernel.onnx_nodes}
     wrong = [text for product in facts.products if (text := _mismatch(product, by_node.get(product.node)))]
     if wrong:
@@ -205,6 +222,43 @@ def verify_engine(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) -> N
             expected="every product in the stored type of its weight and the type of its activations",
             found=f"{len(wrong)} of {len(facts.products)} differ: {name_list(wrong, 3)}",
             fix="this is a fault of dtool's graph or of this TensorRT-RTX version: please report it",
+        )
+
+
+def _verify_attention(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) -> None:
+    fused = attention_kernels(kernels, facts)
+    if len(fused) == len(facts.attention):
+        return
+    named = " ".join(node for k in fused for node in k.onnx_nodes)
+    missing = [name for name in facts.attention if name not in named]
+    raise DtoolError(
+        f"attention is not fused in every layer of {phase}",
+        expected=f"{'the plugin' if facts.plugin else 'a dedicated kernel'} for each of {len(facts.attention)} nodes",
+        found=f"{len(fused)}; without one: {name_list(missing) or 'unnamed'}",
+        fix="use compute_dtype float16 or bfloat16 and a head_dim from 16 to 256",
+    )
+
+
+def attention_kernels(kernels: Sequence[Kernel], facts: GraphFacts) -> list[Kernel]:
+    """The kernels that run the graph's attention: plugins by the name of their node, others by their tactic."""
+    if not facts.plugin:
+        return [k for k in kernels if k.is_fused_attention and not k.is_plugin]
+    names = set(facts.attention)
+    return [k for k in kernels if k.is_plugin and (names & {*k.onnx_nodes, _PROFILE_TAG.sub("", k.name)})]
+
+
+def _verify_cache(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) -> None:
+    """No kernel but attention may write something of the cache's shape in a wider type."""
+    if facts.cache is None:
+        return
+    dtype, shape = facts.cache
+    copies = [k.name for k in kernels for t in k.outputs if t.shape[1:] == shape[1:] and t.dtype != dtype]
+    if copies:
+        raise DtoolError(
+            f"{phase} expands the quantized cache",
+            expected=f"a cache that is {dtype} wherever it is",
+            found=f"{len(copies)} kernels that write it in another type: {name_list(copies, 2)}",
+            fix="use engine.attention plugin",
         )
 
 

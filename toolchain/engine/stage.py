@@ -3,40 +3,58 @@
 import importlib.metadata
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolchain.artifact import TIMINGS, Artifact, Draft, check_output, create_artifact, open_artifact, stage_key
+from toolchain.artifact import (
+    TIMINGS,
+    Artifact,
+    Draft,
+    check_output,
+    create_artifact,
+    hash_file,
+    open_artifact,
+    stage_key,
+)
 from toolchain.engine.preflight import preflight, require_backend
-from toolchain.engine.profiles import ENGINE_PHASES, build_profile, check_profile, dynamic_inputs, write_static_graph
 from toolchain.engine.targets import Target
 from toolchain.errors import DtoolError
-from toolchain.graph_io import graph_io
-from toolchain.model.config import DecoderConfig
-from toolchain.recipe import Recipe
+from toolchain.recipe import Engine, Recipe
 
 STAGE = "engine"
 SOURCES = ("export", "quantize")
 DECODER, TOKENIZER, REPORT = "decoder.json", "tokenizer", "report.json"
-SCRATCH = ".build"
-DISTRIBUTIONS = {"tensorrt-rtx": ("tensorrt-rtx",), "onnxruntime": ("onnxruntime", "onnxruntime-gpu")}
+DISTRIBUTIONS = {
+    "tensorrt": ("tensorrt", "tensorrt-cu13"),
+    "tensorrt-rtx": ("tensorrt-rtx",),
+    "onnxruntime": ("onnxruntime", "onnxruntime-gpu"),
+}
 
 Say = Callable[[str], None]
 
 
-def build_engine(source: Path, recipe: Recipe, out: Path, *, force: bool = False, report: Say = print) -> Artifact:
+def build_engine(
+    source: Path,
+    recipe: Recipe,
+    out: Path,
+    *,
+    force: bool = False,
+    plugin_libraries: Sequence[Path] = (),
+    report: Say = print,
+) -> Artifact:
     """Compile the artifact in `source` for the recipe's backend and targets, into `out`.
 
+    `plugin_libraries` are registered before the graphs are read, and travel with the engine.
     Raises DtoolError before any work when the request cannot be met, and later when the compiler
     fails, dies, or compiles something else than the graphs say; nothing is left behind then.
     """
     check_output(out, force=force, source=source)
     artifact = open_artifact(source, SOURCES)
     check_source(artifact, recipe)
-    targets = preflight(artifact, recipe)
+    targets = preflight(artifact, recipe, plugin_libraries)
     with create_artifact(out, STAGE, force=force) as draft:
-        _describe(draft, artifact, recipe, targets)
+        _describe(draft, artifact, recipe, targets, plugin_libraries)
         _copy_companions(artifact, draft.path)
         start = time.perf_counter()
         if recipe.engine.backend == "onnxruntime":
@@ -44,7 +62,9 @@ def build_engine(source: Path, recipe: Recipe, out: Path, *, force: bool = False
 
             document, timings = build_onnxruntime(artifact, draft, report), {}
         else:
-            document, timings = _build_tensorrt_rtx(artifact, recipe, draft, targets, report)
+            from toolchain.engine.tensorrt import build_tensorrt
+
+            document, timings = build_tensorrt(artifact, recipe, draft, targets, plugin_libraries, report)
         draft.write_json(REPORT, _report_head(draft) | document)
         draft.write_json(TIMINGS, timings | {"total_s": round(time.perf_counter() - start, 3)})
     return open_artifact(out, (STAGE,), check_hashes=False)
@@ -68,19 +88,22 @@ def check_source(source: Artifact, recipe: Recipe) -> None:
             )
 
 
-def engine_key(source: Artifact, recipe: Recipe) -> str:
+def engine_key(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path] = ()) -> str:
     """The key an engine of `source` would carry, to see whether a finished one can be reused."""
-    return stage_key(STAGE, _lineage(source), recipe.sections(STAGE), _packages(recipe.engine.backend))
+    lineage = _lineage(source, plugin_libraries)
+    return stage_key(STAGE, lineage, recipe.sections(STAGE), _packages(recipe.engine, plugin_libraries))
 
 
-def _lineage(source: Artifact) -> dict[str, str]:
-    return {"source": source.identity}
+def _lineage(source: Artifact, plugin_libraries: Sequence[Path]) -> dict[str, str]:
+    plugins = {f"plugin.{path.name}": hash_file(path) for path in plugin_libraries}
+    return {"source": source.identity} | plugins
 
 
-def _packages(backend: str) -> tuple[str, ...]:
+def _packages(engine: Engine, plugin_libraries: Sequence[Path]) -> tuple[str, ...]:
     """The installed distributions that shape an engine. Raises DtoolError when the backend is missing."""
-    require_backend(backend)
-    return (_compiler(backend), "onnx", "onnx-ir")
+    require_backend(engine.backend)
+    builds_kernels = engine.backend != "onnxruntime" and engine.attention == "plugin" and not plugin_libraries
+    return (_compiler(engine.backend), "onnx", "onnx-ir", *(("triton",) if builds_kernels else ()))
 
 
 def _compiler(backend: str) -> str:
@@ -98,15 +121,19 @@ def _compiler(backend: str) -> str:
     )
 
 
-def _describe(draft: Draft, source: Artifact, recipe: Recipe, targets: tuple[Target, ...]) -> None:
+def _describe(
+    draft: Draft, source: Artifact, recipe: Recipe, targets: tuple[Target, ...], plugin_libraries: Sequence[Path]
+) -> None:
     """Fill in the manifest's fields: all of them are known before the work."""
     engine, old = recipe.engine, source.manifest
     compiler = _compiler(engine.backend)
-    draft.lineage = _lineage(source)
+    draft.lineage = _lineage(source, plugin_libraries)
     draft.recipe = recipe.sections(STAGE)
-    draft.packages = _packages(engine.backend)
-    draft.key = engine_key(source, recipe)
+    draft.packages = _packages(engine, plugin_libraries)
+    draft.key = engine_key(source, recipe, plugin_libraries)
     draft.kv_contract = old.kv_contract | {"capacity": engine.kv_capacity}
+    if engine.backend != "onnxruntime":
+        draft.kv_contract["finite_slots"] = engine.attention == "native"  # it multiplies unused slots by zero
     draft.details = dict(old.details)
     draft.target = {
         "backend": engine.backend,
@@ -118,6 +145,12 @@ def _describe(draft: Draft, source: Artifact, recipe: Recipe, targets: tuple[Tar
         "max_batch": engine.batch.max,
         "max_prompt": engine.prompt_len.max,
     }
+    if engine.backend != "onnxruntime":
+        draft.target |= {
+            "layout": engine.layout,
+            "hardware_compatibility": engine.hardware_compatibility,
+            "version_compatible": engine.version_compatible,
+        }
 
 
 def _copy_companions(source: Artifact, folder: Path) -> None:
@@ -132,60 +165,3 @@ def _report_head(draft: Draft) -> dict[str, Any]:
     """What every engine report begins with."""
     compiler = " ".join(next(iter(draft.target["compiler"].items())))
     return {"backend": draft.target["backend"], "compiler": compiler, "targets": draft.target["targets"]}
-
-
-def _build_tensorrt_rtx(
-    source: Artifact, recipe: Recipe, draft: Draft, targets: tuple[Target, ...], report: Say
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compile, check and place both engines; the report document and the timings."""
-    from toolchain.engine.tensorrt_rtx import estimate_rss_bytes
-
-    weights = sum(e.bytes for name, e in source.manifest.files.items() if name.endswith(".safetensors"))
-    report(
-        f"compiling needs about {estimate_rss_bytes(weights) / 1e9:.1f} GB of memory, "
-        f"and {2 * weights / 1e9:.1f} GB of disk"
-    )
-    scratch = draft.path / SCRATCH
-    scratch.mkdir()
-    document: dict[str, Any] = {"engines": {}, "profiles": {}}
-    timings: dict[str, Any] = {}
-    for phase in ENGINE_PHASES:
-        entry, profile, timings[phase] = _build_phase(source, recipe, phase, draft.path, targets)
-        document["engines"][phase] = entry
-        document["profiles"][phase] = {
-            name: ["x".join(map(str, shape)) for shape in shapes] for name, shapes in profile.items()
-        }
-        attention = entry["summary"]["attention"]
-        report(
-            f"{phase}: {entry['bytes'] / 1e6:.1f} MB, {len(entry['layers'])} kernels, "
-            f"{attention['fused']} of {attention['layers']} attentions fused, {timings[phase]['build_s']:.1f} s"
-        )
-        if unfused := entry["summary"]["unfused_qdq"]:
-            report(f"note: {phase} has {unfused} kernels that only quantize or dequantize (the report lists them)")
-    shutil.rmtree(scratch)
-    return document, timings
-
-
-def _build_phase(
-    source: Artifact, recipe: Recipe, phase: Any, folder: Path, targets: tuple[Target, ...]
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """One engine: its report entry, its profile and its timings. The plan is checked before it is placed."""
-    import onnx
-
-    from toolchain.engine.layers import parse_layers
-    from toolchain.engine.report import engine_entry, read_graph, verify_engine
-    from toolchain.engine.tensorrt_rtx import BuildRequest, compile_graph
-
-    scratch = folder / SCRATCH
-    path = write_static_graph(source, phase, recipe.engine.kv_capacity, scratch)
-    model = onnx.load(str(path), load_external_data=False)
-    config = DecoderConfig.model_validate(source.json(DECODER))
-    profile = build_profile(graph_io(config, phase, source.manifest.kv_contract["dtype"]), recipe.engine)
-    check_profile(dynamic_inputs(model.graph), profile)
-    result = compile_graph(BuildRequest(path, tuple(t.sm for t in targets), profile, scratch))
-    facts = read_graph(model, source.manifest.details["compute_dtype"])
-    kernels = parse_layers(result.layers)
-    verify_engine(phase, kernels, facts)
-    plan = result.plan.rename(folder / f"{phase}.engine")
-    timings = {"parse_s": result.parse_s, "build_s": result.build_s, "peak_rss_bytes": result.peak_rss_bytes}
-    return engine_entry(kernels, facts, plan.stat().st_size), profile, timings

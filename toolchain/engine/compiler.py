@@ -1,0 +1,176 @@
+"""Compiling one ONNX graph with TensorRT or TensorRT-RTX, in a process of its own.
+
+TensorRT keeps the first builder's logger for the life of a process, aborts on some faults, may be
+killed for its memory, and does not return to Python for Ctrl-C. A child process per engine answers
+all four. This module is the parent's side; `compile_child` is what the child runs. The child reads a
+JSON request, writes the plan, the layer log and a JSON result, tells its progress on stdout, and logs
+to stderr.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import toolchain
+from toolchain.engine.profiles import Profile
+from toolchain.errors import DtoolError
+
+CHILD = "toolchain.engine.compile_child"
+REFUSED = 3
+"""The child's exit status when TensorRT said no; anything else that is not 0 is a crash."""
+
+PROGRESS = "progress "
+LOG_LINES = 6
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+NAMES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
+_KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "CUDA_VISIBLE_DEVICES")
+BASE_RSS_BYTES, RSS_PER_WEIGHT_BYTE = 400_000_000, 4  # 1.4 GB was measured for 0.27 GB of weights
+_MEMORY = re.compile(
+    r"out of memory|bad_alloc|cannot allocate memory|MemoryError|OutOfMemory"
+    r"|CHECK\(p\) failed",  # the compiler's null check after an allocation, seen under a memory limit
+    re.IGNORECASE,
+)
+_FIXES = (
+    (re.compile(r"dedicated kernel"), "compute_dtype float16 or bfloat16, and a head_dim from 16 to 256"),
+    (re.compile(r"HW-specific datatypes"), "leave out the targets that lack the format"),
+    (re.compile(r"(?i)plugin.*(not found|creator)"), "give the library that holds the plugin: --plugin-library FILE"),
+    (_MEMORY, "free memory, or compile on a larger machine"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What the builder is asked beyond the graph; None leaves the builder's default."""
+
+    optimization_level: int | None = None
+    memory_limit_mb: int | None = None
+    weight_streaming: bool = False
+    refit: bool = False
+    strip_weights: bool = False
+    hardware_compatibility: str = "none"
+    version_compatible: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRequest:
+    """What the child needs: backend, graph, SMs, one profile per phase, plugins, and the folder for its outputs.
+
+    `timing_cache` is read if it is there, and written back; plugin libraries are loaded in order.
+    """
+
+    backend: str
+    onnx: Path
+    sms: tuple[int, ...]
+    profiles: tuple[Profile, ...]
+    folder: Path
+    plugin_libraries: tuple[Path, ...] = ()
+    options: BuildOptions = field(default_factory=BuildOptions)
+    timing_cache: Path | None = None
+
+    def path(self, kind: str) -> Path:
+        """The file of one kind: request, result, plan, layers or log."""
+        return self.folder / f"{self.onnx.stem}.{kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class BuildResult:
+    """A compiled engine: its plan and layer log, what it took, and how the timing cache was used."""
+
+    plan: Path
+    layers: str
+    parse_s: float
+    build_s: float
+    peak_rss_bytes: int
+    timing_cache: str
+
+
+def estimate_rss_bytes(weights_bytes: int) -> int:
+    """About how much memory compiling takes: a fixed part and a few copies of the weights."""
+    return BASE_RSS_BYTES + RSS_PER_WEIGHT_BYTE * weights_bytes
+
+
+def compile_graph(request: BuildRequest, report: Callable[[str], None] = lambda _: None) -> BuildResult:
+    """Compile in a child process; `report` is told the builder's progress.
+
+    Raises DtoolError with the compiler's last lines when it fails or dies.
+    """
+    document = asdict(request) | {"onnx": f"./{request.onnx.name}", "folder": "."}
+    document["plugin_libraries"] = [str(path.resolve()) for path in request.plugin_libraries]
+    document["timing_cache"] = str(request.timing_cache.resolve()) if request.timing_cache else None
+    request.path("request").write_text(json.dumps(document), "utf-8")
+    with request.path("log").open("wb") as log:
+        child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            child_command(request.path("request").name),
+            cwd=request.folder,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=child_environment(request.folder),
+            text=True,
+        )
+        try:
+            for line in child.stdout or ():
+                if line.startswith(PROGRESS):
+                    report(f"{request.onnx.stem}: {line.removeprefix(PROGRESS).strip()}")
+            status = child.wait()
+        finally:  # Ctrl-C lands here: the child ignores it, so it is ended and awaited
+            child.kill()
+            child.wait()
+            if child.stdout:
+                child.stdout.close()
+    if status != 0:
+        raise _explain_failure(request, status)
+    result = json.loads(request.path("result").read_text("utf-8"))
+    return BuildResult(request.path("plan"), request.path("layers").read_text("utf-8"), **result)
+
+
+def child_command(request: str) -> list[str]:
+    """The command line of the child, which runs in the request's folder."""
+    return [sys.executable, "-P", "-m", CHILD, request]
+
+
+def child_environment(folder: Path) -> dict[str, str]:
+    """A small environment that is the same in every build, with a `libtensorrt_rtx.so` on the library path.
+
+    The parser dlopens that name when it meets a plugin; the wheel ships `.so.1` alone, and without
+    the name the process aborts. Paths are relative to the child's folder: see `compile_child.fix_addresses`.
+    """
+    links = folder / "lib"
+    links.mkdir(exist_ok=True)
+    spec = importlib.util.find_spec("tensorrt_rtx_libs")
+    for base in (spec.submodule_search_locations or ()) if spec else ():
+        for library in Path(base).glob("libtensorrt_rtx.so.*"):
+            link = links / "libtensorrt_rtx.so"
+            if not link.exists():
+                link.symlink_to(library.resolve())
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    libraries = os.pathsep.join(filter(None, ["lib", os.environ.get("LD_LIBRARY_PATH")]))
+    sources = str(Path(toolchain.__file__).parent.parent)
+    return kept | {"LD_LIBRARY_PATH": libraries, "PYTHONPATH": sources, "PYTHONHASHSEED": "0"}
+
+
+def _explain_failure(request: BuildRequest, status: int) -> DtoolError:
+    log = request.path("log").read_text("utf-8", "replace")
+    lines = [line.strip()[:500] for line in log.splitlines() if line.strip()]
+    last = "\n            ".join(lines[-LOG_LINES:]) or "no message"
+    fix = next((text for pattern, text in _FIXES if pattern.search(log)), "")
+    name, compiler = request.onnx.stem, NAMES[request.backend]
+    if status == REFUSED:
+        return DtoolError(f"{compiler} cannot compile {name}", expected="a plan", found=last, fix=fix)
+    ended = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    if -status == signal.SIGKILL:
+        ended += ", which is what the system does to a process when memory runs out"
+        fix = fix or "free memory, or compile on a larger machine"
+    return DtoolError(
+        f"the {compiler} compiler of {name} died",
+        expected="a process that ends by itself",
+        found=f"{ended}; its last lines: {last}",
+        fix=fix or "try again; if it dies again, report it with these lines",
+    )
