@@ -1,17 +1,17 @@
-# make demo: the whole pipeline on a real model.   make test: set up and test.   make check: lint and types.
+# make demo: the whole pipeline on a real model.   make test: set up and test.   make matrix: every format on every GPU.   make check: lint and types.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo
 
-.PHONY: demo test check setup clean
+.PHONY: demo test matrix check setup clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "dtool needs python >= 3.11: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ort,rtx,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ort,rtx,plugin,dev]"
 	touch $@
 
 demo: setup
@@ -24,6 +24,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2
+
+matrix: setup
+	$(BIN)/python -m pytest -n 2 -m matrix
 
 check: setup
 	$(BIN)/ruff check .

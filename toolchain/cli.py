@@ -22,6 +22,13 @@ _out = click.option("-o", "--out", required=True, type=FOLDER, help="The folder 
 _force = click.option("--force", is_flag=True, help="Replace an artifact at the output path.")
 _model = click.option("-m", "--model", type=FOLDER, help="The checkpoint folder, for the eager reference.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+_plugins = click.option(
+    "--plugin-library",
+    "plugin_libraries",
+    multiple=True,
+    type=FOLDER,
+    help="A library of TensorRT plugins to register; it travels with the engine. May be repeated.",
+)
 _html = click.option("--html", type=FOLDER, help="Also write the report as one HTML page.")
 
 
@@ -103,6 +110,7 @@ def quantize(source: Path, recipe_name: str, overrides: tuple[str, ...], out: Pa
 @_set
 @_out
 @_force
+@_plugins
 @_json
 @_html
 def build_engine_command(
@@ -111,6 +119,7 @@ def build_engine_command(
     overrides: tuple[str, ...],
     out: Path,
     force: bool,
+    plugin_libraries: tuple[Path, ...],
     as_json: bool,
     html: Path | None,
 ) -> None:
@@ -119,9 +128,35 @@ def build_engine_command(
     from toolchain.engine.stage import build_engine
     from toolchain.recipe import load_recipe
 
-    artifact = build_engine(source, load_recipe(recipe_name, overrides), out, force=force, report=say)
+    recipe = load_recipe(recipe_name, overrides)
+    artifact = build_engine(source, recipe, out, force=force, plugin_libraries=plugin_libraries, report=say)
     document = artifact.json("report.json")
     _show(document, lambda: page(document), as_json=as_json, html=html)
+    say(f"written to {out}")
+
+
+@dtool.command("build-plugin")
+@click.argument("source", type=FOLDER)
+@_recipe
+@_set
+@click.option(
+    "-o", "--out", required=True, type=FOLDER, help="The library to write, for example libdtool_attention.so."
+)
+@_force
+@_json
+def build_plugin_command(
+    source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool, as_json: bool
+) -> None:
+    """Exported or quantized artifact -> the attention plugin for its nodes and the recipe's targets.
+
+    build-engine does this by itself; this is for hosts without a compiler: give the library to
+    build-engine there with --plugin-library. Needs no GPU.
+    """
+    from toolchain.engine.plugin import build_plugin_for, plugin_page
+    from toolchain.recipe import load_recipe
+
+    description = build_plugin_for(source, load_recipe(recipe_name, overrides), out, force=force, report=say)
+    _show(description, lambda: plugin_page(description), as_json=as_json, html=None)
     say(f"written to {out}")
 
 
@@ -237,14 +272,24 @@ def generate(
 @_set
 @click.option("-o", "--out", required=True, type=FOLDER, help="The folder of the run; an unfinished run is taken up.")
 @click.option("--no-bench", is_flag=True, help="Stop after the proof.")
+@_plugins
 @_json
-def run(model: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, no_bench: bool, as_json: bool) -> None:
+def run(
+    model: Path,
+    recipe_name: str,
+    overrides: tuple[str, ...],
+    out: Path,
+    no_bench: bool,
+    plugin_libraries: tuple[Path, ...],
+    as_json: bool,
+) -> None:
     """All stages of a recipe, resumable: export, quantize, build-engine, parity, bench."""
     from toolchain.pipeline import run_pipeline, summary_page
     from toolchain.recipe import load_recipe
 
     recipe = load_recipe(recipe_name, overrides)
-    result = run_pipeline(model, recipe, out, bench=not no_bench, report=say)
+    libraries = plugin_libraries
+    result = run_pipeline(model, recipe, out, bench=not no_bench, plugin_libraries=libraries, report=say)
     document = {
         "artifacts": {name: {"path": str(a.path), "identity": a.identity} for name, a in result.artifacts.items()},
         "parity": result.parity,
@@ -263,6 +308,15 @@ def inspect(path: Path, as_json: bool, html: Path | None) -> None:
 
     document, page = inspect_path(path)
     _show(document, lambda: page, as_json=as_json, html=html)
+
+
+@dtool.command("gpu-check", context_settings={"ignore_unknown_options": True}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def gpu_check_command(arguments: tuple[str, ...]) -> None:
+    """Check the attention kernels on this machine's GPU: numerics, speed, plugin, engines. -h for its options."""
+    from toolchain.bench.gpu_check import main as gpu_check
+
+    sys.exit(gpu_check(list(arguments)))
 
 
 @dtool.command()

@@ -5,13 +5,14 @@ depends on; a finished folder with the right key and intact files is reused, any
 again. So a run that was killed redoes only what was unfinished, and ends with the same hashes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolchain.artifact import Artifact, dump_json, hash_json, open_artifact, write_atomic
 from toolchain.errors import DtoolError, GateFailed, name_list
+from toolchain.processor import installed_gpus
 from toolchain.recipe import Recipe, find_data
 from toolchain.report import Page, Table, render_html
 
@@ -29,7 +30,15 @@ class RunResult:
     bench: dict[str, Any] | None
 
 
-def run_pipeline(model: Path, recipe: Recipe, out: Path, *, bench: bool, report: Report) -> RunResult:
+def run_pipeline(
+    model: Path,
+    recipe: Recipe,
+    out: Path,
+    *,
+    bench: bool,
+    report: Report,
+    plugin_libraries: Sequence[Path] = (),
+) -> RunResult:
     """Export, quantize, build, prove and time `model` into `out`. Raises GateFailed when a gate fails."""
     check_inputs(model, recipe, out)
     from toolchain.engine.stage import build_engine, engine_key
@@ -64,13 +73,23 @@ def run_pipeline(model: Path, recipe: Recipe, out: Path, *, bench: bool, report:
     source = current
     engine = stage(
         "engine",
-        engine_key(source, recipe),
-        lambda folder, force: build_engine(source.path, recipe, folder, force=force, report=report),
+        engine_key(source, recipe, plugin_libraries),
+        lambda folder, force: build_engine(
+            source.path, recipe, folder, force=force, plugin_libraries=plugin_libraries, report=report
+        ),
     )
-    proved = engine if engine.manifest.target["backend"] == "onnxruntime" else source
+    proved = engine if runs_here(engine) else source
     parity = _parity(proved, source, model, recipe, out, report)
     timed = _bench(proved, model, recipe, out, report) if bench else None
     return RunResult(artifacts, parity, timed)
+
+
+def runs_here(engine: Artifact) -> bool:
+    """Whether this machine can run an engine: the embedded ones anywhere, others on a GPU they are for."""
+    target = engine.manifest.target
+    if target["backend"] == "onnxruntime":
+        return True
+    return any(f"sm{gpu.sm}" in target["targets"] for gpu in installed_gpus())
 
 
 def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:

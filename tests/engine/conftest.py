@@ -18,10 +18,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(needs_rtx)
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "compiles: needs the tensorrt-rtx package")
-
-
 @pytest.fixture(scope="session")
 def make_recipe():
     def make(compute_dtype="float16", sections=None, **engine):

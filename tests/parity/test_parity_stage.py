@@ -6,6 +6,7 @@ import pytest
 from tiny_parity import make_recipe
 
 from tests.conftest import seal
+from tests.runners.tensorrt_engines import make_engine, make_runner
 from toolchain.artifact import hash_file, open_artifact
 from toolchain.errors import DtoolError, GateFailed
 from toolchain.parity import stage
@@ -66,6 +67,20 @@ def test_first_ids_begin_with_one_start_token(passing):
     assert first[0] == "1"
     assert first[1] != "1"
     assert any(line.startswith("first ids: 1 ") for line in lines)
+
+
+def test_compiled_plans_are_proved_by_the_same_phases(exported, checkpoint, text_file, tmp_path, monkeypatch):
+    """On the stub of TensorRT, which runs the graphs by addresses; there are no graphs to look into."""
+    engine = make_engine(exported, tmp_path / "engine")
+    monkeypatch.setattr(stage, "open_runner", lambda path, **_: make_runner(open_artifact(path)))
+    parity = {"data": str(text_file), "seq_len": 12, "decode_steps": 4, "eager": TIGHT, "fake_quant": TIGHT}
+    report = run_parity(engine.path, make_recipe(parity=parity), model=checkpoint, source=exported, report=quiet)
+    assert report.verdict == "passed", report.failure_text()
+    assert {row.phase for row in report.rows if row.reference == "eager"} == set(MODEL_PHASES)
+    assert not any(row.phase == "layers" for row in report.rows)
+    gated = make_recipe(parity=parity | {"fake_quant": {"layer_error_median": 1e-6}})
+    with pytest.raises(DtoolError, match="cannot be measured on a compiled engine"):
+        run_parity(engine.path, gated, model=checkpoint, source=exported, report=quiet)
 
 
 def test_document_is_strict_json(passing):

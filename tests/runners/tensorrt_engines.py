@@ -63,6 +63,7 @@ def make_engine(source, out, *, shared=False, batch=(1, MAX_BATCH), tokens=(1, M
         draft.target = TARGET | {"engines": entries} | target
         draft.kv_contract = dict(exported.manifest.kv_contract) | {"capacity": CAPACITY}
         draft.details = dict(exported.manifest.details)
+        draft.lineage = {"source": exported.identity}
     return open_artifact(out)
 
 

@@ -123,21 +123,14 @@ def _check_plugin(facts: Facts) -> None:
     """Kernels for every target, and the tools to build them; a library that dtool built brings its own."""
     if facts.engine.attention != "plugin":
         return
+    from toolchain.engine.plugin import require_kernels
     from toolchain.engine.tensorrt import described
-    from toolchain.ops.kernels.tiles import SHARED_LIMIT
 
     for library in facts.plugin_libraries:
         if (description := described(library)) is not None:
             _check_library(library, description, facts)
             return
-    lacking = [t for t in facts.targets if t.sm not in SHARED_LIMIT]
-    if lacking:
-        raise DtoolError(
-            f"there are no attention kernels for {lacking[0].name} ({lacking[0].gpus})",
-            expected=f"targets among {', '.join(f'sm{sm}' for sm in SHARED_LIMIT)}",
-            found=", ".join(t.name for t in facts.targets),
-            fix="leave that target out, or --set engine.attention=native",
-        )
+    require_kernels(facts.targets)
     from toolchain.ops.plugin.toolkit import find_toolkit
 
     if importlib.util.find_spec("triton") is None:

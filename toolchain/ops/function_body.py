@@ -44,7 +44,7 @@ _UNPACKED = """
   fa_q_heads, fa_k_heads, fa_v_ready = Split <axis=1> (fa_packed_heads, fa_sizes)
 """
 
-_NORMED = "  fa_{x}_normed = RMSNormalization <axis=-1, epsilon={eps:.9g}> (fa_{x}_heads, fa_{x}_norm)\n"
+_NORMED = "  fa_{x}_normed = RMSNormalization <axis=-1, epsilon={eps}> (fa_{x}_heads, fa_{x}_norm)\n"
 
 _ROTATED = """
   fa_{x}_cos = CastLike (fa_cos, fa_qkv)
@@ -113,7 +113,7 @@ _WINDOW = """
 """
 
 _ATTEND = """
-  fa_attended = Attention <scale={scale:.9g}{softcap}> (fa_q_ready, {keys}, {values}, fa_mask)
+  fa_attended = Attention <scale={scale}{softcap}> (fa_q_ready, {keys}, {values}, fa_mask)
   fa_token_major = Transpose <perm=[0, 2, 1, 3]> (fa_attended)
   fa_out_shape = Constant <value_ints=[0, 0, {width}]> ()
   fa_out = Reshape (fa_token_major, fa_out_shape)
@@ -132,7 +132,7 @@ def function_body(spec: AttentionSpec, *, poison_guard: bool = True) -> onnx.Fun
     for x in ("q", "k"):
         source = f"fa_{x}_heads"
         if spec.qk_norm:
-            body, source = body + _NORMED.format(x=x, eps=spec.qk_norm_eps), f"fa_{x}_normed"
+            body, source = body + _NORMED.format(x=x, eps=_float(spec.qk_norm_eps)), f"fa_{x}_normed"
         rotary = spec.rotary_dim if spec.rotary_dim < spec.head_dim else 0  # 0: the whole head
         body += _ROTATED.format(x=x, source=source, rotary=rotary, interleaved=int(spec.interleaved))
     for name, x in (("key", "k"), ("value", "v")):
@@ -146,14 +146,20 @@ def function_body(spec: AttentionSpec, *, poison_guard: bool = True) -> onnx.Fun
     body += _MASK.format(causal="causal" if spec.window else "mask")
     if spec.window:
         body += _WINDOW.format(window=spec.window)
-    softcap = f", softcap={spec.softcap:.9g}" if spec.softcap else ""
+    softcap = f", softcap={_float(spec.softcap)}" if spec.softcap else ""
     width = spec.num_heads * spec.head_dim
-    body += _ATTEND.format(scale=spec.scale, softcap=softcap, keys=key, values=value, width=width)
+    body += _ATTEND.format(scale=_float(spec.scale), softcap=softcap, keys=key, values=value, width=width)
     formals = ", ".join(f"fa_{name}" for name in input_names(spec))
     return onnx.parser.parse_function(
         f'<opset_import: ["" : {OPSET}], domain: "{DOMAIN}">\n'
         f"{OP_TYPE} ({formals}) => (fa_out, fa_present_key, fa_present_value) {{{body}}}"
     )
+
+
+def _float(value: float) -> str:
+    """A float as the parser of ONNX text reads one: a whole number keeps its point."""
+    text = f"{value:.9g}"
+    return text if any(mark in text for mark in ".e") else f"{text}.0"
 
 
 def node_attributes(spec: AttentionSpec) -> list[ir.Attr]:

@@ -16,6 +16,7 @@ import pydantic
 
 from toolchain.artifact import Artifact, open_artifact
 from toolchain.errors import DtoolError, name_list
+from toolchain.graph_io import GRAPH_FILES
 from toolchain.numerics import logit_tolerance
 from toolchain.parity import layerwise
 from toolchain.parity.compare import SHORTEST, Batch, PhaseLogits, logits_at, plan_batches, run_phases
@@ -111,6 +112,7 @@ def run_parity(
     candidate's model, or when the text is missing or too short.
     """
     artifact = open_artifact(candidate, ("export", "quantize", "engine"))
+    _check_layer_gate(artifact, recipe)
     runner = open_runner(candidate, threads=threads)
     notes: list[str] = []
     references = _references(artifact, recipe, notes, model=model, source=source)
@@ -290,8 +292,13 @@ def _tolerance(dtype: str, layers: int, width: int, largest: float) -> float:
 
 
 def _layer_rows(artifact: Artifact, references: list[_Reference], blocks: Array) -> list[Row]:
-    """Every layer fed the candidate's own input, against the exact arithmetic; none without that reference."""
+    """Every layer fed the candidate's own input, against the exact arithmetic.
+
+    None without that reference, or where the candidate's layers cannot be looked into.
+    """
     rows: list[Row] = []
+    if not _has_graphs(artifact):
+        return rows
     for reference in references:
         runner = reference.runner
         if reference.name == "fake_quant" and isinstance(runner, EagerRunner):
@@ -299,6 +306,21 @@ def _layer_rows(artifact: Artifact, references: list[_Reference], blocks: Array)
             errors = layerwise.layer_errors(artifact, runner.decoder, runner.cache_format, ids_BT)
             rows += layerwise.layer_rows(errors, reference.gates)
     return rows
+
+
+def _has_graphs(artifact: Artifact) -> bool:
+    """Whether the candidate holds graphs whose inner values can be read; compiled plans do not."""
+    return GRAPH_FILES["evaluation"] in artifact.manifest.files
+
+
+def _check_layer_gate(artifact: Artifact, recipe: Recipe) -> None:
+    if recipe.parity.fake_quant.layer_error_median is not None and not _has_graphs(artifact):
+        raise DtoolError(
+            "parity.fake_quant.layer_error_median cannot be measured on a compiled engine",
+            expected="an artifact whose graphs can be looked into",
+            found=f"plans by {artifact.manifest.target.get('backend')} in {artifact.path}",
+            fix="remove the gate, or prove the artifact the engine was built from",
+        )
 
 
 def _divergence(artifact: Artifact, references: list[_Reference], rows: list[Row], report: Report) -> str:

@@ -68,7 +68,7 @@ class GraphQuantizer:
         users = [usage.node for usage in weight.uses()]
         codes = self._initializer(name, replaces=weight)
         scale = self._initializer(name + SCALE_SUFFIX)
-        dequantized: dict[bool, ir.Value] = {}
+        dequantized: dict[str, ir.Value] = {}
         by_token = self.recipe.activations.granularity == "token"
         for user in users:
             is_product = user.op_type == "Transpose"
@@ -77,10 +77,11 @@ class GraphQuantizer:
             if is_product and module == EMBEDDING:
                 module = HEAD  # the tied matrix as the head
             rounded = is_product and module in self.plan.rounded
-            in_float = rounded and by_token
-            if in_float not in dequantized:
-                dequantized[in_float] = self._dequantize(codes, scale, user, in_float=in_float)
-            user.replace_input_with(0, dequantized[in_float])
+            # one for the rows and one for the product: a value that two parts of an engine share is expanded whole
+            use = "_rows" if not is_product else "_float" if rounded and by_token else ""
+            if use not in dequantized:
+                dequantized[use] = self._dequantize(codes, scale, user, use)
+            user.replace_input_with(0, dequantized[use])
             if rounded:
                 self._round_activation(product, module)
 
@@ -107,11 +108,11 @@ class GraphQuantizer:
         self.graph.insert_before(before, node)
         return node.outputs[0]
 
-    def _dequantize(self, codes: ir.Value, scale: ir.Value, before: ir.Node, *, in_float: bool) -> ir.Value:
-        name = f"{codes.name}_dequantized" + ("_float" if in_float else "")
+    def _dequantize(self, codes: ir.Value, scale: ir.Value, before: ir.Node, use: str) -> ir.Value:
+        name = f"{codes.name}_dequantized{use}"
         group = self.plan.groups.get(str(codes.name).removesuffix(".weight"))
         blocks = {"axis": 1, "block_size": group} if group else {"axis": 0}
-        held = scale if in_float else self._in_compute_type(scale, name, before)
+        held = scale if use == "_float" else self._in_compute_type(scale, name, before)
         return self._insert(before, "DequantizeLinear", [codes, held], name, **blocks)
 
     def _in_compute_type(self, scale: ir.Value, user: str, before: ir.Node) -> ir.Value:

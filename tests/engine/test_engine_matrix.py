@@ -1,0 +1,145 @@
+"""The matrix: every weight format x cache x attention x GPU builds as asked, or is refused before any work.
+
+Compiled by TensorRT-RTX on the CPU for a tiny model; `make matrix` runs it, and with DTOOL_MATRIX_MODEL
+set to a checkpoint folder the same matrix over that model.
+"""
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import random_ids, save_tiny
+from toolchain.engine.stage import build_engine
+from toolchain.errors import DtoolError
+from toolchain.export.stage import export_checkpoint
+from toolchain.model.config import DecoderConfig
+from toolchain.quantize.stage import quantize_artifact
+
+pytestmark = [pytest.mark.matrix, pytest.mark.compiles]
+
+SMS = ("sm80", "sm89", "sm120")
+PER_TOKEN, STATIC = "token", "tensor"
+WEIGHTS = {
+    "fp16": ({}, ("Half", "Half")),
+    "int8": ({"weights": {"format": "int8"}}, ("Half", "Int8")),
+    "int8-w8a8": ({"weights": {"format": "int8"}, "activations": {"format": "int8"}}, ("Int8", "Int8")),
+    "fp8": (
+        {
+            "weights": {"format": "fp8_e4m3"},
+            "activations": {"format": "fp8_e4m3", "granularity": "tensor"},
+        },
+        ("FP8", "FP8"),
+    ),
+    "int4": ({"weights": {"format": "int4"}}, ("Half", "Int4")),
+}
+CACHES = {"fp16": "none", "int8": "int8", "fp8": "fp8_e4m3"}
+CACHE_TYPES = {"fp16": "Half", "int8": "Int8", "fp8": "FP8"}
+
+
+def quiet(_):
+    pass
+
+
+def refusal(weights, cache, attention, sm):
+    """What preflight must say; None where the engine must build."""
+    if attention == "native" and cache != "fp16":
+        return f"native attention cannot keep an {CACHES[cache]} cache"
+    if sm == "sm80" and "fp8" in (weights, cache):
+        return "sm80 (A100, A30) has no fp8_e4m3"
+    return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_cache(tmp_path_factory):
+    """Kernels compiled once serve every worker of this run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dtool-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTOOL_CACHE_DIR", str(folder))
+        yield
+
+
+@pytest.fixture(scope="session")
+def matrix_export(tmp_path_factory, make_recipe):
+    """The float16 export the matrix starts from."""
+    folder = tmp_path_factory.mktemp("matrix")
+    model = os.environ.get("DTOOL_MATRIX_MODEL")
+    if not model:
+        save_tiny(folder / "model", vocab_size=98, head_dim=32)
+    return export_checkpoint(Path(model) if model else folder / "model", make_recipe(), folder / "export", report=quiet)
+
+
+@pytest.fixture
+def source(matrix_export, tmp_path, monkeypatch, make_recipe):
+    """Quantize the export as a combination asks."""
+    config = DecoderConfig.model_validate(matrix_export.json("decoder.json"))
+    blocks = random_ids(11, 4, 48, vocab=config.vocab_size)
+    monkeypatch.setattr("toolchain.quantize.stage._calibration_blocks", lambda *_: blocks)
+    monkeypatch.setattr("toolchain.quantize.stage._lineage", lambda exported, _: {"source": exported.identity})
+
+    def make(sections):
+        if not sections:
+            return matrix_export
+        return quantize_artifact(matrix_export.path, make_recipe(sections=sections), tmp_path / "q", report=quiet)
+
+    return make
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_combination_builds_as_asked_or_is_refused_at_once(weights, cache, source, make_recipe, tmp_path):
+    sections, types = WEIGHTS[weights]
+    sections = sections | ({"kv_cache": {"format": CACHES[cache]}} if cache != "fp16" else {})
+    artifact = source(sections)
+    for attention in ("plugin", "native"):
+        for sm in SMS:
+            recipe = make_recipe(sections=sections, targets=[sm], attention=attention)
+            out = tmp_path / f"{attention}-{sm}"
+            if expected := refusal(weights, cache, attention, sm):
+                start = time.process_time()
+                with pytest.raises(DtoolError) as caught:
+                    build_engine(artifact.path, recipe, out, report=quiet)
+                assert expected in str(caught.value)
+                assert "to do:" in str(caught.value)
+                assert time.process_time() - start < 2.0
+                assert not out.exists()
+            else:
+                engine = build_engine(artifact.path, recipe, out, report=quiet)
+                check_report(engine, types, attention, cache)
+
+
+def check_report(engine, types, attention, cache):
+    config = DecoderConfig.model_validate(engine.json("decoder.json"))
+    layers, report = config.num_hidden_layers, engine.json("report.json")
+    head_types = ("Half", "Half")
+    for phase in ("prefill", "decode"):
+        entry, summary = report["engines"][phase], report["engines"][phase]["summary"]
+        asked = Counter({types: 4 * layers})
+        asked[head_types] += 1
+        found = Counter()
+        for row in summary["products"]["precisions"]:
+            found[row["activations"], row["weights"]] += row["products"]
+        assert found == asked
+        # q, k, v are one product, and gate and up: four a layer
+        assert summary["products"]["kernels_per_layer"] == {"4": layers, "outside": 1}
+        kernels = summary["attention"]["kernels"]
+        assert summary["attention"]["fused"] == len(kernels) == layers
+        native = "_gemm_mha_v2" if phase == "prefill" else "_gemv_mha_v1"
+        assert all(row["tactic"].startswith("PluginV3" if attention == "plugin" else native) for row in kernels)
+        # a static scale between attention and its projection is a kernel of its own; nothing else may be
+        assert summary["unfused_qdq"] <= (layers if types == ("FP8", "FP8") else 0)
+        check_cache(entry, config, cache)
+    assert engine.manifest.target["plugin_libraries"] == (
+        ["plugin/libdtool_attention.so"] if attention == "plugin" else []
+    )
+    assert set(engine.manifest.target["engines"]) == {"prefill", "decode"}
+
+
+def check_cache(entry, config, cache):
+    """Nothing of the cache's shape is written in another type than the cache's."""
+    shape = f"[-1,{config.num_key_value_heads},128,{config.head_dim}]"
+    written = {t.split("[")[0] for row in entry["layers"] for t in row["outputs"] if t.endswith(shape)}
+    assert written <= {CACHE_TYPES[cache]}
