@@ -124,14 +124,15 @@ def build_engine_command(
     html: Path | None,
 ) -> None:
     """Exported or quantized artifact -> engines for the recipe's backend and targets."""
+    from toolchain.artifact import TIMINGS
     from toolchain.engine.report import page
     from toolchain.engine.stage import build_engine
     from toolchain.recipe import load_recipe
 
     recipe = load_recipe(recipe_name, overrides)
     artifact = build_engine(source, recipe, out, force=force, plugin_libraries=plugin_libraries, report=say)
-    document = artifact.json("report.json")
-    _show(document, lambda: page(document), as_json=as_json, html=html)
+    document, timings = artifact.json("report.json"), json.loads((artifact.path / TIMINGS).read_text("utf-8"))
+    _show(document, lambda: page(document, timings), as_json=as_json, html=html)
     say(f"written to {out}")
 
 

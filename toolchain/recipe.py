@@ -103,7 +103,8 @@ class Engine(_Section, frozen=True):
     `attention`: `plugin` is dtool's own kernels over a cache of any format; `native` is TensorRT's, over
     a cache in the compute type. `layout`: prefill and decode as two engines (`separate`), or as two
     profiles of one engine, which holds the weights once (`shared`). `memory_limit_mb` bounds the
-    builder's workspace. The options below it are TensorRT's own.
+    builder's workspace; `weight_streaming_budget_mb` is how much of the weights stays on the GPU;
+    `strip_weights` leaves them out of the plans, to be filled in from the weights file on loading.
     """
 
     backend: Literal["onnxruntime", "tensorrt", "tensorrt-rtx"] = "onnxruntime"
@@ -117,10 +118,17 @@ class Engine(_Section, frozen=True):
     memory_limit_mb: Annotated[int, pydantic.Field(ge=1)] | None = None
     timing_cache: bool = True
     weight_streaming: bool = False
+    weight_streaming_budget_mb: Annotated[int, pydantic.Field(ge=0)] | None = None
     refit: bool = False
     strip_weights: bool = False
     hardware_compatibility: Literal["none", "ampere_plus", "same_compute_capability"] = "none"
     version_compatible: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _budget_has_a_stream(self) -> Self:
+        if self.weight_streaming_budget_mb is not None and not self.weight_streaming:
+            raise ValueError("weight_streaming_budget_mb needs weight_streaming = true")
+        return self
 
 
 Bound = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]

@@ -38,7 +38,10 @@ _MEMORY = re.compile(
     re.IGNORECASE,
 )
 _FIXES = (
-    (re.compile(r"dedicated kernel"), "engine.attention plugin; or compute_dtype float16 or bfloat16, and a head_dim from 16 to 256"),
+    (
+        re.compile(r"dedicated kernel"),
+        "engine.attention plugin; or compute_dtype float16 or bfloat16, and a head_dim from 16 to 256",
+    ),
     (re.compile(r"HW-specific datatypes"), "leave out the targets that lack the format"),
     (re.compile(r"(?i)plugin.*(not found|creator)"), "give the library that holds the plugin: --plugin-library FILE"),
     (_MEMORY, "free memory, or compile on a larger machine"),

@@ -129,8 +129,26 @@ def summarize(kernels: Sequence[Kernel], facts: GraphFacts) -> dict[str, Any]:
             "precisions": _precision_rows(rows),
             "without_kernel": sorted(wanted - {node for k in product_kernels for node in k.onnx_nodes}),
         },
+        "fusions": _fusions(kernels, facts),
         "unfused_qdq": sum(_is_bare_qdq(k, facts.op_types) for k in kernels),
     }
+
+
+def _fusions(kernels: Sequence[Kernel], facts: GraphFacts) -> dict[str, int]:
+    """Where the residual adds, norms and roundings went: into which kind of kernel each node was fused."""
+    attention = {id(k) for k in attention_kernels(kernels, facts)}
+    counts: Counter[str] = Counter()
+    for kernel in kernels:
+        ops = Counter(facts.op_types.get(node) for node in set(kernel.onnx_nodes))
+        norm, rounds = ops["RMSNormalization"] > 0, ops["QuantizeLinear"] > 0
+        host = "a product" if kernel.is_product else "attention" if id(kernel) in attention else ""
+        counts[f"residual add in {host or ('a norm' if norm else 'a kernel without a norm')}"] += ops["Add"]
+        counts[f"norm in {host or ('a quantizing kernel' if rounds else 'a kernel of its own or with an add')}"] += ops[
+            "RMSNormalization"
+        ]
+        place = host or ("a norm" if norm else "a kernel without a norm")
+        counts[f"quantization in {place}"] += ops["QuantizeLinear"]
+    return {name: counts[name] for name in sorted(counts) if counts[name]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +307,8 @@ def _kernel_row(kernel: Kernel) -> dict[str, Any]:
     return row | {"onnx_nodes": list(kernel.onnx_nodes)}
 
 
-def page(report: Mapping[str, Any]) -> Page:
-    """The engine report as a page: sizes, attention, products and kernel counts of every engine."""
+def page(report: Mapping[str, Any], timings: Mapping[str, Any] | None = None) -> Page:
+    """The engine report as a page: sizes, build times, attention, products, fusions and kernels of every engine."""
     found: Mapping[str, Any] = report.get("engines", {})
     engines = {phase: found[phase] for phase in ENGINE_PHASES if phase in found}  # JSON sorted them by name
     facts = [
@@ -298,6 +316,7 @@ def page(report: Mapping[str, Any]) -> Page:
         ("compiler", str(report["compiler"])),
         ("targets", ", ".join(report["targets"]) or "this machine's CPU"),
         *((f"{phase} engine", f"{entry['bytes']:,} bytes") for phase, entry in engines.items()),
+        *((f"{name} built in", f"{t['build_s']:.1f} s") for name, t in (timings or {}).items() if isinstance(t, dict)),
     ]
     if not engines:  # the embedded backend has no kernels of its own to list
         shown = set(report) - {"backend", "compiler", "targets"}
@@ -309,7 +328,8 @@ def page(report: Mapping[str, Any]) -> Page:
         ]
         return Page("Engine report", facts=tuple(facts), parts=tuple(tables))
     summaries = {phase: entry["summary"] for phase, entry in engines.items()}
-    parts = (_attention_table(summaries), _products_table(summaries), *map(_kernel_bars, summaries.items()))
+    tables = (_attention_table(summaries), _products_table(summaries), _fusions_table(summaries))
+    parts = (*tables, *map(_kernel_bars, summaries.items()))
     return Page("Engine report", facts=tuple(facts), parts=parts)
 
 
@@ -332,6 +352,12 @@ def _products_table(summaries: Mapping[str, Any]) -> Table:
     )
     note = "products: how many of the graph's products run in those kernels"
     return Table("Matrix products", ("engine", *columns), rows, note)
+
+
+def _fusions_table(summaries: Mapping[str, Any]) -> Table:
+    names = sorted({name for summary in summaries.values() for name in summary["fusions"]})
+    rows = tuple((name, *(summary["fusions"].get(name, 0) for summary in summaries.values())) for name in names)
+    return Table("Where nodes were fused", ("node", *summaries), rows)
 
 
 def _kernel_bars(item: tuple[str, Any]) -> Bars:

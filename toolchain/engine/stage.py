@@ -150,7 +150,10 @@ def _describe(
             "layout": engine.layout,
             "hardware_compatibility": engine.hardware_compatibility,
             "version_compatible": engine.version_compatible,
+            "refittable": engine.refit or engine.strip_weights,
         }
+        if (budget := engine.weight_streaming_budget_mb) is not None:
+            draft.target["weight_streaming_budget_bytes"] = budget << 20
 
 
 def _copy_companions(source: Artifact, folder: Path) -> None:

@@ -24,6 +24,7 @@ from toolchain.engine.profiles import (
     build_profile,
     check_profile,
     dynamic_inputs,
+    external_files,
     write_static_graph,
 )
 from toolchain.engine.report import engine_entry, read_graph, verify_engine
@@ -87,6 +88,8 @@ def build_tensorrt(
     draft.target["engines"] = {
         phase: {"file": f"{plan.name}.engine", "profile": i} for plan in plans for i, phase in enumerate(plan.phases)
     }
+    if recipe.engine.strip_weights:
+        draft.target["weights_from"] = {f"{plan.name}.engine": f"{plan.name}.onnx" for plan in plans}
     draft.target["plugin_libraries"] = [f"{PLUGINS}/{path.name}" for path in plugins]
     shutil.rmtree(scratch)
     return document, timings
@@ -174,6 +177,10 @@ def _build_one(
         verify_engine(phase, kernels, facts)
         entries[phase] = engine_entry(kernels, facts, result.plan.stat().st_size)
     result.plan.rename(folder / f"{plan.name}.engine")
+    if engine.strip_weights:  # the graph and its data travel with the plan, which holds neither
+        for name in (path.name, *external_files(model)):
+            if not (folder / name).exists():
+                shutil.copyfile(scratch / name, folder / name)
     shapes = {
         phase: {name: ["x".join(map(str, shape)) for shape in shapes] for name, shapes in profile.items()}
         for phase, profile in profiles.items()

@@ -37,6 +37,7 @@ from toolchain.runners.tensorrt_host import (
     check_capability,
     check_files,
     check_version,
+    fill_weights,
     find_device,
     import_backend,
     load_plugins,
@@ -261,6 +262,8 @@ class TensorRTRunner:
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             raise self._refused(f"cannot load {path}")
+        if path.name in self.artifact.manifest.target.get("weights_from", {}):
+            fill_weights(self.trt, self.artifact, engine, path.name)
         return engine
 
     def _set_streaming(self, engine: Any) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from typing import Any
 
 from toolchain.artifact import Artifact
-from toolchain.errors import DtoolError
+from toolchain.errors import DtoolError, name_list
 from toolchain.runners.device import CudaDevice, Device, gpu_present
 
 MODULES = {"tensorrt": ("tensorrt", "trt"), "tensorrt-rtx": ("tensorrt_rtx", "rtx")}
@@ -148,6 +148,22 @@ def make_logger(trt: Any) -> Any:
 
         _loggers[id(trt)] = Logger()
     return _loggers[id(trt)]
+
+
+def fill_weights(trt: Any, artifact: Artifact, engine: Any, plan: str) -> None:
+    """Give a plan that was built without weights those of its graph. Raises DtoolError when any stays unset."""
+    logger, graph = make_logger(trt), artifact.file(artifact.manifest.target["weights_from"][plan])
+    logger.last.clear()
+    refitter = trt.Refitter(engine, logger)
+    filled = trt.OnnxParserRefitter(refitter, logger).refit_from_file(str(graph))
+    missing = list(refitter.get_missing_weights()) if filled else []
+    if not filled or missing or not refitter.refit_cuda_engine():
+        raise DtoolError(
+            f"the weights of {artifact.path / plan} cannot be filled in",
+            expected=f"every weight of the plan in {graph.name}",
+            found=f"without: {name_list(missing)}" if missing else "; ".join(logger.last) or "TensorRT gave no reason",
+            fix=f"build it again: {REBUILD}",
+        )
 
 
 def load_plugins(trt: Any, artifact: Artifact) -> None:

@@ -1,0 +1,64 @@
+"""What every kernel compiles to: `python -m tests.ops.compiled_grid [SM ...]` prints registers, spills, shared KB."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolchain.ops.attention import AttentionSpec
+from toolchain.ops.kernels.bindings import FP8_SM
+from toolchain.ops.kernels.compile import CompiledKernel, compile_kernels
+from toolchain.ops.kernels.tiles import SHARED_LIMIT
+
+FORMATS = ("none", "int8", "fp8_e4m3")
+VARIANTS: dict[str, dict] = {"plain": {}, "all": {"softcap": 30.0, "window": 4096, "qk_norm_eps": 1e-6}}
+FEW_BYTES = 32
+"""ptxas itself stores a few registers, outside the loops, where that saves a step of occupancy."""
+
+
+def spec_of(dim: int, cache: str, **options: object) -> AttentionSpec:
+    """32 query heads over 8 KV heads."""
+    return AttentionSpec(32, 8, dim, dim**-0.5, rotary_dim=dim, cache_format=cache, **options)
+
+
+def faults(kernels: tuple[CompiledKernel, ...]) -> list[str]:
+    """What breaks the budget: registers spilled, too many, or too much shared memory."""
+    found = []
+    for kernel in kernels:
+        if kernel.spill_bytes > FEW_BYTES:
+            found.append(f"{kernel.name} sm_{kernel.sm}: {kernel.spill_bytes} bytes spilled")
+        if kernel.registers > 255 or kernel.registers * kernel.num_warps * 32 > 65536:
+            found.append(f"{kernel.name} sm_{kernel.sm}: {kernel.registers} registers, {kernel.num_warps} warps")
+        if kernel.shared_bytes > SHARED_LIMIT[kernel.sm]:
+            found.append(f"{kernel.name} sm_{kernel.sm}: {kernel.shared_bytes} bytes of shared memory")
+    return found
+
+
+def grid(sms: list[int]) -> Iterator[tuple[int, int, str, str, str]]:
+    """sm, head dim, cache format, compute dtype and variant: every GPU, head dim and legal format, two ways each."""
+    for sm in sms:
+        for cache in FORMATS:
+            if cache == "fp8_e4m3" and sm < FP8_SM:
+                continue
+            for dim in (64, 128, 256):
+                yield sm, dim, cache, "float16", "plain"
+                yield sm, dim, cache, "bfloat16", "all"
+
+
+def main() -> None:
+    """Print one line a kernel set, and exit 1 if any breaks the budget."""
+    sms = [int(word) for word in sys.argv[1:]] or sorted(SHARED_LIMIT)
+    broken = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for sm, dim, cache, dtype, variant in grid(sms):
+            spec = spec_of(dim, cache, **VARIANTS[variant])
+            kernels = compile_kernels(spec, sm, dtype, cache_dir=Path(scratch))
+            cells = [f"{k.name} {k.registers}r {k.spill_bytes}s {k.shared_bytes // 1024}K" for k in kernels]
+            print(f"{sm:4} {dim:4} {cache:9} {dtype:9} {variant:6}", " | ".join(cells), flush=True)
+            broken += faults(kernels)
+    print(*broken, sep="\n")
+    sys.exit(bool(broken))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Tile sizes by GPU, head dim and bytes of a cache element: one small table, and why.
+
+Prefill keeps a BLOCK_M x E accumulator, BLOCK_M x BLOCK_N scores and `stages` tiles of K and of V
+(BLOCK_N x E) at once. What bounds them:
+
+    registers   (E + 1.5 BLOCK_N) BLOCK_M / (32 warps) <= about 200 of 255
+    shared      stages * 2 * BLOCK_N * E * bytes, + 2 BLOCK_M E where Q is read from shared memory (sm90, sm100),
+                + a converted K and V tile there for a cache of codes; <= 163 KB (sm80), 99 (86, 89, 120), 227 (90, 100)
+
+sm90 multiplies by warpgroups of 64 rows from shared memory, so two of them (BLOCK_M 128, 8 warps) and
+BLOCK_N 128: with 64 columns reading both operands costs as long as multiplying them. sm80 takes operands from
+registers and gains from a longer pipeline: BLOCK_N 64, three stages. The 99 KB parts take two.
+
+Decode waits for memory alone. By Little's law 4.8 TB/s at about 0.8 us needs 30 KB in flight on each
+multiprocessor of an H200: tiles of about 16 KB for K and for V, three stages, 4 warps, two or three
+programs resident. Narrow caches take more slots a tile, so that the bytes stay.
+
+Given up: no autotuning at run time (an engine must hold one fixed kernel); one choice for all lengths.
+"""
+
+from dataclasses import dataclass
+
+from toolchain.errors import DtoolError
+
+SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Bytes of shared memory a thread block may have, by compute capability. CUDA C++ guide, table of capabilities."""
+MERGE_SPLITS = 16
+"""Splits that `decode_merge` loads at a time."""
+FEWEST_ROWS = 16
+"""Rows of the smallest tensor core product."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one kernel is compiled: block sizes by name, warps and pipeline stages."""
+
+    tile: dict[str, int]
+    warps: int
+    stages: int
+
+
+_PREFILL = {
+    (80, 64): (128, 64, 8, 3),
+    (80, 128): (128, 64, 8, 3),
+    (80, 256): (64, 64, 8, 2),
+    (86, 64): (128, 64, 8, 2),
+    (86, 128): (128, 64, 8, 2),
+    (86, 256): (64, 32, 8, 2),
+    (90, 64): (128, 128, 8, 2),
+    (90, 128): (128, 128, 8, 2),
+    (90, 256): (64, 64, 8, 2),
+    (100, 64): (128, 128, 8, 2),
+    (100, 128): (128, 128, 8, 2),
+    (100, 256): (64, 64, 8, 2),
+}
+"""BLOCK_M, BLOCK_N, warps, stages by family and padded head dim. At 256 the accumulator leaves room for 64 rows."""
+_FAMILY = {80: 80, 86: 86, 89: 86, 90: 90, 100: 100, 120: 86}
+_DECODE_TILE_BYTES = {80: 16 * 1024, 86: 8 * 1024, 90: 16 * 1024, 100: 16 * 1024}
+_DECODE_STAGES = 3
+
+
+def padded_dim(head_dim: int) -> int:
+    """The power of two, at least 32, that a tile of heads spans: pairs of codes halve it, products take 16."""
+    return max(32, 1 << (head_dim - 1).bit_length())
+
+
+def launches(sm: int, head_dim: int, group: int, cache_bytes: int) -> dict[str, Launch]:
+    """The `Launch` of each kernel by its name. Raises DtoolError for a GPU not in the table.
+
+    Args:
+        sm: Compute capability, 10 * major + minor.
+        head_dim: Dims of a head, not padded.
+        group: Query heads of a KV head.
+        cache_bytes: Bytes of a cache element.
+    """
+    if sm not in _FAMILY:
+        known = ", ".join(map(str, sorted(_FAMILY)))
+        raise DtoolError(
+            f"there are no attention kernels for sm_{sm}",
+            expected=f"one of sm {known}",
+            found=f"sm_{sm}",
+            fix="build for one of these, or use a backend other than tensorrt",
+        )
+    padded, family = padded_dim(head_dim), _FAMILY[sm]
+    block_m, block_n, warps, stages = _PREFILL[family, max(64, padded)]
+    slots = _DECODE_TILE_BYTES[family] // (padded * cache_bytes)
+    return {
+        "cache_write": Launch({"BLOCK_T": max(1, 2048 // padded)}, 4, 1),
+        "prefill": Launch({"BLOCK_M": block_m, "BLOCK_N": block_n}, warps, stages),
+        "decode_split": Launch(
+            {"BLOCK_G": max(FEWEST_ROWS, 1 << (group - 1).bit_length()), "BLOCK_N": min(128, max(16, slots))},
+            4,
+            _DECODE_STAGES,
+        ),
+        "decode_merge": Launch({"BLOCK_S": MERGE_SPLITS}, 4, 1),
+    }
+
+
+def choose_splits(batch: int, kv_heads: int, slots: int, block_n: int, multiprocessors: int) -> int:
+    """Splits that fill the GPU in one wave: three programs a multiprocessor, none less than one tile.
+
+    `slots`: those the longest row may see (its capacity when lengths are not known on the host).
+    """
+    wanted = 3 * multiprocessors // (batch * kv_heads)
+    return max(1, min(wanted, -(-slots // block_n), 128))
