@@ -2,11 +2,14 @@
 
 import numpy as np
 import pytest
+from tiny_parity import make_recipe
 
 from toolchain.artifact import open_artifact
 from toolchain.errors import DtoolError
 from toolchain.parity.kv_contract import check_kv_contract, poison, read_caches
+from toolchain.quantize.stage import quantize_artifact
 from toolchain.runners.onnx import OnnxRunner
+from toolchain.runners.open import fake_quant_runner
 from toolchain.runners.runner import Limits
 
 PROMISES = (
@@ -142,3 +145,16 @@ def test_int8_poison_is_the_largest_code(eager):
     state.caches = eager.decoder.new_caches(1, 4, "int8")
     poison(state)
     assert all((c == 127).all() for c in read_caches(state))
+
+
+@pytest.mark.parametrize("cache_format", ["int8", "fp8_e4m3"])
+def test_caches_of_codes_keep_every_promise_on_both_sides(exported, tmp_path, text_file, cache_format):
+    recipe = make_recipe(
+        kv_cache={"format": cache_format}, calibration={"data": str(text_file), "samples": 4, "seq_len": 16}
+    )
+    artifact = quantize_artifact(exported, recipe, tmp_path / "q", report=lambda _: None)
+    assert broken(OnnxRunner(artifact, threads=1)) == []
+    assert broken(fake_quant_runner(artifact.path)) == []
+    state = fake_quant_runner(artifact.path).new_state(1, 4)
+    poison(state)
+    assert all((c == 127).all() for c in read_caches(state))  # E4M3's NaN, or the largest int8 code

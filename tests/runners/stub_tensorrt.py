@@ -14,6 +14,7 @@ import enum
 import itertools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ class StubTensorRT:
         self.calls: list[tuple[str, ...]] = []
         self.engines: list[StubEngine] = []
         self.capturable, self.launch = True, True
+        self.Refitter, self.OnnxParserRefitter = StubRefitter, StubParserRefitter
 
     def Runtime(self, logger: Any) -> "StubRuntime":  # noqa: N802 - TensorRT's name
         self.calls.append(("runtime",))
@@ -124,6 +126,31 @@ class StubTensorRT:
     def load_library(self, path: str) -> object | None:
         self.calls.append(("library", path))
         return None if any(path.endswith(name) for name in self.refused) else object()
+
+
+class StubRefitter:
+    """Fills the weights of an engine from a graph; `unset` are the ones the graph does not have."""
+
+    unset: tuple[str, ...] = ()
+
+    def __init__(self, engine: "StubEngine", logger: Any) -> None:
+        self.engine, self.graph = engine, ""
+
+    def get_missing_weights(self) -> list[str]:
+        return list(self.unset)
+
+    def refit_cuda_engine(self) -> bool:
+        self.engine.filled_from = self.graph
+        return not self.unset
+
+
+class StubParserRefitter:
+    def __init__(self, refitter: StubRefitter, logger: Any) -> None:
+        self.refitter = refitter
+
+    def refit_from_file(self, path: str) -> bool:
+        self.refitter.graph = path
+        return Path(path).is_file()
 
 
 class StubRuntime:

@@ -36,7 +36,9 @@ def profile(config, *, prefill, batch=(1, MAX_BATCH), tokens=(1, MAX_PROMPT), ne
     return ranges
 
 
-def make_engine(source, out, *, shared=False, batch=(1, MAX_BATCH), tokens=(1, MAX_PROMPT), extra=None, **target):
+def make_engine(
+    source, out, *, shared=False, batch=(1, MAX_BATCH), tokens=(1, MAX_PROMPT), extra=None, copies=(), **target
+):
     """An engine artifact whose plans name the graphs of `source`."""
     exported = open_artifact(source, check_hashes=False)
     config = exported.json("decoder.json")
@@ -55,6 +57,8 @@ def make_engine(source, out, *, shared=False, batch=(1, MAX_BATCH), tokens=(1, M
         entries = {p: {"file": f"{p}.engine", "profile": 0} for p in ("prefill", "decode")}
     with create_artifact(out, "engine") as draft:
         shutil.copyfile(source / "decoder.json", draft.path / "decoder.json")
+        for name in copies:
+            shutil.copyfile(source / name, draft.path / name)
         for name, document in plans.items():
             draft.write_json(name, document)
         for name in target.get("plugin_libraries", ()):

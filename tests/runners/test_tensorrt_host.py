@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from tests.runners.stub_tensorrt import StubDevice, StubTensorRT
+from tests.runners.stub_tensorrt import StubDevice, StubRefitter, StubTensorRT
 from tests.runners.tensorrt_engines import RTX, assert_same, make_engine, make_runner, walk
 from toolchain.artifact import open_artifact
 from toolchain.errors import DtoolError
@@ -54,6 +54,16 @@ def test_version_compatible_engine_runs_in_later_versions_of_its_major_alone(exp
     assert all(stub.code_allowed for stub in runner.trt.engines)
     for version in ("11.3.9.9", "12.0.0.1", "10.16.1"):
         assert "11.4.0.106" in refusal(artifact, StubTensorRT(version))
+
+
+def test_stripped_plans_get_their_weights_before_they_run(exported, tmp_path, monkeypatch):
+    graphs = {"prefill.engine": "prefill.onnx", "decode.engine": "decode.onnx"}
+    artifact = make_engine(exported, tmp_path / "e", copies=tuple(graphs.values()), weights_from=graphs)
+    filled = [engine.filled_from for engine in make_runner(artifact).trt.engines]
+    assert filled == [str(artifact.path / name) for name in graphs.values()]
+    monkeypatch.setattr(StubRefitter, "unset", ("model.norm.weight",))
+    with pytest.raises(DtoolError, match=r"cannot be filled in[\s\S]*without: model\.norm\.weight"):
+        make_runner(artifact)
 
 
 def test_code_in_a_plan_is_not_allowed_without_need(engine):

@@ -26,7 +26,8 @@ from toolchain.runners.runner import KVState, Limits, Runner
 Array = np.ndarray[Any, Any]
 PHASE = "kv_contract"
 CAPACITY = 16
-INT8_POISON = 127
+CODE_POISON = 127
+"""The largest int8 code, and the bits of an E4M3 NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +179,10 @@ def read_caches(state: KVState) -> list[Array]:
 
 
 def poison(state: KVState, *, finite: bool = False) -> None:
-    """Fill every slot beyond each row's valid length with NaN, or a large value, or the code 127."""
+    """Fill every slot beyond each row's valid length with NaN, or a large value, or the code 127 (E4M3's NaN)."""
     for cache in _flat(state.caches):
         values = _as_numpy(cache).copy()
-        code = INT8_POISON if values.dtype == np.int8 else 1000.0 if finite else np.nan
+        code = CODE_POISON if values.dtype.itemsize == 1 else 1000.0 if finite else np.nan
         for b, length in enumerate(state.lengths):
             values[b, :, length:] = _bits(code, values.dtype)
         if hasattr(cache, "update_inplace"):
@@ -196,11 +197,11 @@ def _flat(caches: Sequence[Any]) -> list[Any]:
 
 
 def _as_numpy(cache: Any) -> Array:
-    """A cache as numpy; bfloat16, which numpy has not, as its uint16 bits."""
+    """A cache as numpy; types that numpy has not as their bits: bfloat16 as uint16, float8 as uint8."""
     import torch
 
-    if isinstance(cache, torch.Tensor) and cache.dtype == torch.bfloat16:
-        return cache.view(torch.uint16).numpy()
+    if isinstance(cache, torch.Tensor) and cache.dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        return cache.view(torch.uint16 if cache.dtype == torch.bfloat16 else torch.uint8).numpy()
     return cache.numpy()
 
 
