@@ -65,14 +65,8 @@ def _check_compute_dtype(facts: Facts) -> None:
             found=f"compute_dtype {dtype} in {facts.source.path}",
             fix="export again with --set compute_dtype=float16",
         )
-    for target in facts.targets:
-        if not target.has_format(dtype):
-            raise DtoolError(
-                f"{target.name} ({target.gpus}) has no {dtype}",
-                expected="float16, or a newer target",
-                found=f"compute_dtype {dtype}",
-                fix="export again with --set compute_dtype=float16, or leave the target out",
-            )
+    fix = "export again with --set compute_dtype=float16, or leave that target out"
+    _require_format(facts, dtype, f"compute_dtype {dtype} in {facts.source.path}", fix)
 
 
 def _check_cache(facts: Facts) -> None:
@@ -87,14 +81,8 @@ def _check_cache(facts: Facts) -> None:
             found=f"a cache of {dtype} in {facts.source.path}",
             fix="--set engine.attention=plugin, or quantize with kv_cache.format none",
         )
-    for target in facts.targets:
-        if not target.has_format(dtype):
-            raise DtoolError(
-                f"{target.name} ({target.gpus}) has no {dtype}",
-                expected="a cache format that every target has",
-                found=f"a cache of {dtype} in {facts.source.path}",
-                fix="leave that target out, or quantize with kv_cache.format int8",
-            )
+    fix = "leave that target out, or quantize with kv_cache.format int8"
+    _require_format(facts, dtype, f"a cache of {dtype} in {facts.source.path}", fix)
 
 
 def _check_attention(facts: Facts) -> None:
@@ -203,15 +191,21 @@ def _check_formats(facts: Facts) -> None:
         stored = [(t.name, names(t.data_type)) for t in model.graph.initializer]
         for prefix, fmt in (("FLOAT8", "fp8_e4m3"), ("FLOAT4", "fp4")):
             tensors = [name for name, dtype in stored if dtype.startswith(prefix)]
-            lacking = [t for t in facts.targets if not t.has_format(fmt)] if tensors else []
-            if lacking:
-                raise DtoolError(
-                    f"{lacking[0].name} ({lacking[0].gpus}) has no {fmt}",
-                    expected="formats that every target has",
-                    found=f"{GRAPH_FILES[phase]} stores {name_list(tensors, 2)} in {fmt}"  # type: ignore[index]
-                    f"; targets {', '.join(t.name for t in facts.targets)}",
-                    fix="leave that target out, or quantize to int8",
-                )
+            if tensors:
+                where = f"{GRAPH_FILES[phase]} stores {name_list(tensors, 2)} in {fmt}"  # type: ignore[index]
+                _require_format(facts, fmt, where, "leave that target out, or quantize to int8")
+
+
+def _require_format(facts: Facts, fmt: str, found: str, fix: str) -> None:
+    """Refuse a number format that one of the targets does not have."""
+    lacking = [t for t in facts.targets if not t.has_format(fmt)]
+    if lacking:
+        raise DtoolError(
+            f"{lacking[0].name} ({lacking[0].gpus}) has no {fmt}",
+            expected="formats that every target has",
+            found=f"{found}; targets {', '.join(t.name for t in facts.targets)}",
+            fix=fix,
+        )
 
 
 def _check_ops(facts: Facts) -> None:
