@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "compiles" in item.keywords:
             item.add_marker(needs_rtx)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_cache(tmp_path_factory):
+    """Kernels compiled once serve every worker of this run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dtool-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTOOL_CACHE_DIR", str(folder))
+        yield
 
 
 @pytest.fixture(scope="session")

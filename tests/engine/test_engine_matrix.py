@@ -52,16 +52,6 @@ def refusal(weights, cache, attention, sm):
     return None
 
 
-@pytest.fixture(scope="session", autouse=True)
-def shared_cache(tmp_path_factory):
-    """Kernels compiled once serve every worker of this run."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dtool-cache"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DTOOL_CACHE_DIR", str(folder))
-        yield
-
-
 @pytest.fixture(scope="session")
 def matrix_export(tmp_path_factory, make_recipe):
     """The float16 export the matrix starts from."""

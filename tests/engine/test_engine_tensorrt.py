@@ -42,7 +42,7 @@ def host(monkeypatch, tmp_path):
     monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda n: find("json" if n == "tensorrt" else n))
     monkeypatch.setattr(importlib.metadata, "version", lambda n: "11.4.0.106" if n == "tensorrt" else version(n))
     monkeypatch.setattr(preflight, "installed_gpus", lambda: (Gpu("NVIDIA L4", 89),))
-    monkeypatch.setenv("DTOOL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("toolchain.engine.tensorrt.cache_folder", lambda: tmp_path / "cache")
     return tmp_path
 
 
@@ -192,6 +192,15 @@ def test_a_given_library_of_ours_is_used_instead_of_building_one(source, library
     assert engine.manifest.target["plugin_libraries"] == ["plugin/mine.so"]
     assert engine.file("plugin/mine.so").read_bytes() == library.read_bytes()
     assert "plugin.mine.so" in engine.manifest.lineage
+
+
+@pytest.mark.compiles
+def test_without_its_plugin_the_graph_does_not_compile(source, make_recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("toolchain.engine.tensorrt._place_plugins", lambda *_: [])
+    recipe = make_recipe(targets=["sm89"], attention="plugin")
+    with pytest.raises(DtoolError, match=r"cannot compile prefill[\s\S]*FusedAttention[\s\S]*--plugin-library"):
+        build_engine(source.path, recipe, tmp_path / "e", report=quiet)
+    assert not (tmp_path / "e").exists()
 
 
 def test_a_library_that_does_not_fit_is_refused(source, library, make_recipe, tmp_path, altered):
