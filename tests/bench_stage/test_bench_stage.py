@@ -28,7 +28,7 @@ def bench_stubs(tmp_path, monkeypatch):
         eager = StubRunner(clock, lambda *_: eager_s, name="eager")
         monkeypatch.setattr(stage, "open_runner", lambda *_, **__: engine)
         monkeypatch.setattr(stage, "eager_runner", lambda *_: eager)
-        monkeypatch.setattr(stage, "measure_bandwidth", lambda: 0.001)
+        monkeypatch.setattr(stage, "measure_bandwidth", lambda *_: 0.001)
         monkeypatch.setattr(stage.os, "getloadavg", lambda: (load, 0, 0))
         small, large = (PeakMemory(peak_bytes=n, anonymous_bytes=n // 10) for n in (100, 200))
         monkeypatch.setattr(stage, "measure_peak", lambda *_, eager: large if eager else small)

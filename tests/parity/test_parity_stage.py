@@ -220,6 +220,6 @@ def test_another_models_checkpoint_is_refused(exported, recipe, monkeypatch, eag
     class Wider(EagerRunner):
         config = eager.config.model_copy(update={"vocab_size": 98})
 
-    monkeypatch.setattr(stage, "eager_runner", lambda _: Wider(eager.decoder))
+    monkeypatch.setattr(stage, "eager_runner", lambda *_: Wider(eager.decoder))
     with pytest.raises(DtoolError, match="another model"):
         run_parity(exported, recipe, model=exported, report=quiet)

@@ -79,14 +79,15 @@ def use_threads(threads: int) -> int:
     return count
 
 
-def measure_bandwidth() -> float:
-    """GB/s (1e9) this machine moves with torch's threads, by BANDWIDTH_METHOD."""
+def measure_bandwidth(device: str = "cpu") -> float:
+    """GB/s (1e9) a torch device moves, the CPU with torch's threads, by BANDWIDTH_METHOD."""
     import torch
 
-    matrix = torch.ones(1 << 13, BUFFER_BYTES // 4 >> 13)
-    vector, target = torch.ones(matrix.shape[1]), torch.empty_like(matrix)
-    read_s = _best_seconds(lambda: torch.mv(matrix, vector))
-    copy_s = _best_seconds(lambda: target.copy_(matrix))
+    matrix = torch.ones(1 << 13, BUFFER_BYTES // 4 >> 13, device=device)
+    vector, target = torch.ones(matrix.shape[1], device=device), torch.empty_like(matrix)
+    wait = torch.cuda.synchronize if device != "cpu" else lambda: None
+    read_s = _best_seconds(lambda: (torch.mv(matrix, vector), wait()))
+    copy_s = _best_seconds(lambda: (target.copy_(matrix), wait()))
     return max(BUFFER_BYTES / read_s, 2 * BUFFER_BYTES / copy_s) / 1e9
 
 

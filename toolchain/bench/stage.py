@@ -115,8 +115,9 @@ def bench_artifact(
     load_average = os.getloadavg()[0]
     bench = recipe.bench
     threads = use_threads(bench.threads)
-    before_gb_s = measure_bandwidth()
     runners, load_ms = _open_both(candidate, model, bench.threads)
+    device = getattr(runners["engine"], "torch_device", "cpu")
+    before_gb_s = measure_bandwidth(device)
     step_bytes = {
         "engine": artifact_step_bytes(artifact, runners["engine"].config),
         "eager": eager_step_bytes(runners["eager"].config),
@@ -124,7 +125,7 @@ def bench_artifact(
     measured = compare_runners(runners, bench, report=report)
     names = {name: runner.name for name, runner in runners.items()}
     del runners  # their memory must not press on the measurements that follow
-    bandwidth = max(before_gb_s, measure_bandwidth())  # other load can only lower it
+    bandwidth = max(before_gb_s, measure_bandwidth(device))  # other load can only lower it
     report(f"memory bandwidth {bandwidth:.1f} GB/s with {threads} threads")
     sides: dict[str, Side] = {}
     for name, path in zip(SIDES, (candidate, model), strict=True):
@@ -138,11 +139,11 @@ def bench_artifact(
 
 
 def _open_both(candidate: Path, model: Path, threads: int) -> tuple[dict[str, Runner], dict[str, float]]:
+    runners: dict[str, Runner] = {}
     openers: dict[str, Callable[[], Runner]] = {
         "engine": lambda: open_runner(candidate, threads=threads),
-        "eager": lambda: eager_runner(model),
+        "eager": lambda: eager_runner(model, getattr(runners["engine"], "torch_device", "cpu")),
     }
-    runners: dict[str, Runner] = {}
     load_ms: dict[str, float] = {}
     for name, opener in openers.items():
         begin = time.perf_counter()

@@ -180,4 +180,5 @@ class Decoder(nn.Module):
         """Zeroed caches [B, K, C, D] for every layer, in the compute dtype or the cache's format."""
         shape = (batch, self.config.num_key_value_heads, capacity, self.config.head_dim)
         dtype = self.model.norm.weight.dtype if cache_format == "none" else format_named(cache_format).torch_dtype
-        return [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in self.model.layers]
+        options = {"dtype": dtype, "device": self.model.norm.weight.device}
+        return [(torch.zeros(shape, **options), torch.zeros(shape, **options)) for _ in self.model.layers]

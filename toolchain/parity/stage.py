@@ -115,7 +115,8 @@ def run_parity(
     _check_layer_gate(artifact, recipe)
     runner = open_runner(candidate, threads=threads)
     notes: list[str] = []
-    references = _references(artifact, recipe, notes, model=model, source=source)
+    device = getattr(runner, "torch_device", "cpu")
+    references = _references(artifact, recipe, notes, model=model, source=source, device=device)
     for reference in references:
         _check_same_model(reference, runner)
     blocks, facts = _text(artifact, runner, recipe, notes)
@@ -147,12 +148,12 @@ def _limits(runner: Runner) -> Limits:
 
 
 def _references(
-    artifact: Artifact, recipe: Recipe, notes: list[str], *, model: Path | None, source: Path | None
+    artifact: Artifact, recipe: Recipe, notes: list[str], *, model: Path | None, source: Path | None, device: str
 ) -> list[_Reference]:
     gates = recipe.parity
     found = []
     if model is not None:
-        found.append(_Reference("eager", eager_runner(model), gates.eager))
+        found.append(_Reference("eager", eager_runner(model, device), gates.eager))
     elif _gated(gates.eager):
         raise _no_reference("eager", "the checkpoint", "give the checkpoint with --model")
     else:

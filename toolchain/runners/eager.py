@@ -13,11 +13,17 @@ from toolchain.runners.runner import Array, KVState, Limits, check_state, check_
 
 @dataclass(slots=True)
 class EagerRunner:
-    """Runs a torch decoder. `cache_format` is "none" (compute dtype) or "int8"."""
+    """Runs a torch decoder on a torch device. `cache_format` is "none" (compute dtype) or a format of codes."""
 
     decoder: Decoder
     cache_format: str = "none"
     name: str = "eager"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.decoder.to(self.device)
+        cos, sin = self.decoder.rope
+        self.decoder.rope = cos.to(self.device), sin.to(self.device)
 
     @property
     def config(self) -> DecoderConfig:
@@ -32,9 +38,9 @@ class EagerRunner:
     @torch.inference_mode()
     def step(self, state: KVState, input_ids: Array, new_lengths: Array, phase: Phase) -> Array:
         check_step(self.config, Limits(), state, input_ids, new_lengths, phase)
-        past = torch.from_numpy(state.lengths)
-        x_BTE = self.decoder.hidden_states(torch.from_numpy(input_ids), past, state.caches)
+        past, ids = (torch.from_numpy(values).to(self.device) for values in (state.lengths, input_ids))
+        x_BTE = self.decoder.hidden_states(ids, past, state.caches)
         if phase != "evaluation":
             x_BTE = x_BTE[torch.arange(len(new_lengths)), torch.from_numpy(new_lengths) - 1][:, None]
         state.lengths = state.lengths + new_lengths
-        return self.decoder.logits(x_BTE).numpy()
+        return self.decoder.logits(x_BTE).cpu().numpy()

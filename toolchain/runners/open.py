@@ -29,12 +29,12 @@ def open_runner(path: Path, *, threads: int = 0) -> Runner:
     return OnnxRunner(artifact, threads=threads)
 
 
-def eager_runner(path: Path) -> Runner:
+def eager_runner(path: Path, device: str = "cpu") -> Runner:
     """The fp32 torch decoder of a checkpoint: the reference for what quantization costs."""
     from toolchain.model.load import load_decoder
     from toolchain.runners.eager import EagerRunner
 
-    return EagerRunner(load_decoder(path))
+    return EagerRunner(load_decoder(path), device=device)
 
 
 def fake_quant_runner(path: Path) -> Runner:

@@ -121,6 +121,11 @@ class TensorRTRunner:
             self.buffers = self._make_buffers()
 
     @property
+    def torch_device(self) -> str:
+        """Where the engine runs, as torch names it: what it is compared with should run there too."""
+        return str(getattr(self.device, "device", "cpu"))
+
+    @property
     def capacity(self) -> int:
         """Slots of every cache, fixed by the engine."""
         assert self.limits.capacity is not None
