@@ -36,7 +36,7 @@ from toolchain.runners.onnx import run_chunks
 Array = np.ndarray[Any, Any]
 CHUNK, ROWS = 12, 2
 ROUNDING_TOLERANCE = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
-"""By compute type: rounding to codes turns a last-bit difference into a whole code here and there; in half types often."""
+"""By compute type: rounding to codes turns a last-bit difference into a whole code, in half types often."""
 GROWTH_FLOOR = 1e-2
 """Errors below it are what rounded weights cost anywhere."""
 HALF_PRECISION = (2.0**-13, 2.0**-6)
