@@ -38,6 +38,7 @@ CASES = [
         "everything", 40, (300, 5), heads=6, dim=80, options=NORMED | {"softcap": 9.0, "window": 70, "rotary_dim": 32}
     ),
     Case("hopper_tiles", 150, (10, 130), heads=2, kv_heads=1, sm=90),
+    Case("hopper_apart", 40, (300,), 2, 1, dim=256, sm=90, options=NORMED | {"window": 200, "rotary_dim": 128}),
     Case("decode_mha", 1, (7, 20), heads=2, splits=3),
     Case("decode_gqa4", 1, (300, 0, 63), heads=8, splits=4),
     Case("decode_gqa3", 1, (129, 64), heads=6, dim=32, splits=2),

@@ -1,6 +1,8 @@
 """The launch logic without a GPU: a stand-in for the driver records what the library asks of it."""
 
+import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,8 @@ from tests.ops_plugin.conftest import (
 )
 from toolchain.errors import DtoolError
 from toolchain.ops.attention import AttentionSpec
+from toolchain.ops.kernels.tiles import MOST_SPLITS, RESIDENT, choose_splits
+from toolchain.ops.plugin import build
 from toolchain.ops.plugin.entry import PluginLibrary
 
 POINTERS = ("qkv", "cos", "sin", "past_lengths", "key_cache", "value_cache", "key_scale", "value_scale")
@@ -94,40 +98,51 @@ def test_decode_splits_and_then_merges(call):
     assert answers[0] == [0, ""]
     split, merge = read_calls(log, "cuLaunchKernel")
     assert [split["kernel"], merge["kernel"]] == ["decode_split", "decode_merge"]
-    # two waves of 24 over 3 rows and 2 KV heads want 8; the window of 96 slots has 3 tiles of 32, so 1 split
-    assert splits_of(log) == [1]
-    assert split["grid"] == [1, FULL.num_kv_heads, 3]
+    # one wave of 24 over 3 rows and 2 KV heads has room for 12; the window of 96 slots has 3 tiles of 32
+    splits = choose_splits(3, FULL.num_kv_heads, FULL.window, TILES["BLOCK_N"], 24)
+    assert splits_of(log) == [splits] == [3]
+    assert split["grid"] == [splits, FULL.num_kv_heads, 3]
     assert merge["grid"] == [FULL.num_heads, 3, 1]
     names = (*POINTERS, "q_norm", "k_norm")
-    partial = 3 * FULL.num_heads * 1 * FULL.head_dim * 4
+    partial = 3 * FULL.num_heads * splits * FULL.head_dim * 4
     partial_lse = ADDRESS["workspace"] + -(-partial // 256) * 256
-    parts = {"partial_out": ADDRESS["workspace"], "partial_lse": partial_lse, "splits": 1}
+    parts = {"partial_out": ADDRESS["workspace"], "partial_lse": partial_lse, "splits": splits}
     assert split["arguments"] == {name: ADDRESS[name] for name in names} | parts | {"capacity": 4096}
     assert merge["arguments"] == parts | {"out": ADDRESS["out"]}
     assert [split["block"], merge["block"]] == [[128, 1, 1], [64, 1, 1]]
 
 
 @pytest.mark.parametrize(
-    ("processors", "batch", "capacity", "splits"),
+    ("spec", "processors", "batch", "capacity"),
     [
-        (24, 1, 4096, 24),  # two waves over 2 KV heads
-        (24, 3, 4096, 8),
-        (25, 3, 4096, 9),  # rounded up
-        (132, 1, 32768, 64),  # the most
-        (132, 1, 256, 4),  # two tiles each
-        (132, 1, 64, 1),
-        (132, 1, 32, 1),  # a single tile
-        (132, 64, 32768, 3),
-        (132, 500, 32768, 1),  # enough rows without
+        (PLAIN, 24, 1, 4096),
+        (PLAIN, 25, 3, 4096),  # 75 programs over 6: rounded down
+        (PLAIN, 132, 1, 32768),  # the most
+        (PLAIN, 132, 1, 4064),  # a tile fewer than the most
+        (PLAIN, 132, 1, 257),  # a tile each, the last of one slot
+        (PLAIN, 132, 1, 32),  # a single tile
+        (PLAIN, 132, 64, 32768),
+        (PLAIN, 132, 500, 32768),  # enough rows without
+        (FULL, 132, 1, 4096),  # the window, not the capacity
+        (FULL, 132, 1, 64),  # the capacity, not the window
     ],
 )
-def test_splits_fill_the_device(call, library, processors, batch, capacity, splits):
-    request = Request(PLAIN, batch, 1, capacity)
+def test_splits_are_those_the_kernels_choose(call, library, spec, processors, batch, capacity):
+    request = Request(spec, batch, 1, capacity)
     answers, log = call(request, processors=processors)
     assert answers[0][0] == 0
+    slots = min(spec.window or capacity, capacity)
+    splits = choose_splits(batch, spec.num_kv_heads, slots, TILES["BLOCK_N"], processors)
     assert splits_of(log) == [splits]
-    needed = batch * PLAIN.num_heads * splits * (PLAIN.head_dim + 1) * 4
+    assert splits <= MOST_SPLITS
+    needed = batch * spec.num_heads * splits * (spec.head_dim + 1) * 4
     assert needed <= request.workspace_bytes(library)
+
+
+def test_the_constants_of_the_split_rule_are_those_of_the_kernels():
+    native = Path(build.__file__).parent / "native"
+    for file, name, value in (("common.h", "kMaxSplits", MOST_SPLITS), ("launcher.cpp", "kResident", RESIDENT)):
+        assert re.search(rf"constexpr \w+ {name} = (\d+);", (native / file).read_text())[1] == str(value)
 
 
 def test_modules_are_loaded_once_a_context_and_shared_memory_is_asked_for(call):
@@ -211,7 +226,7 @@ def test_a_failing_driver_call_is_reported(call, failing):
         ),
         (
             Request(PLAIN, 1, 1, 64, changes={"workspace_bytes": 8}),
-            "the workspace has 8 bytes, expected 272 for batch 1",
+            "the workspace has 8 bytes, expected 544 for batch 1 and 2 splits",
         ),
         (Request(PLAIN, 1, 1, 64, changes={"workspace": None}), "the workspace has 0 bytes"),
         (Request(PLAIN, 1, 1, 64, changes={"struct_bytes": 8}), "struct_bytes: expected 128, found 8"),

@@ -6,6 +6,7 @@ import pytest
 
 from tests.ops_plugin.conftest import FULL, INT8, PLAIN, SHARED, TIMEOUT_S, attributes, no_driver, read_calls
 from toolchain.ops.attention import ABI
+from toolchain.ops.kernels.tiles import MOST_SPLITS
 
 FLOAT, HALF, INT8_TYPE, FP8_TYPE, BF16, INT64 = 0, 1, 2, 6, 7, 8
 OUT, WORKSPACE, STREAM = 0xF0000, 0xA00000, 0x77  # addresses that the harness passes
@@ -86,7 +87,7 @@ def test_formats_are_linear_and_of_one_type_each(drive, spec, compute, expected)
 def test_workspace_is_for_the_most_splits_of_the_largest_batch(drive):
     commands = [*fields(PLAIN), "create build", *tensors(PLAIN, 5, 32, 64), "configure", "workspace 1", "workspace 2"]
     answers, _, _ = drive(*commands)
-    partials = 5 * PLAIN.num_heads * 64
+    partials = 5 * PLAIN.num_heads * MOST_SPLITS
     assert answers[1:] == ["0", str(partials * PLAIN.head_dim * 4 + partials * 4), "0"]
 
 
@@ -130,11 +131,11 @@ def test_enqueue_runs_prefill_and_decode(drive):
     assert [made["kernel"] for made in launches] == ["cache_write", "prefill", "decode_split", "decode_merge"]
     assert {made["stream"] for made in launches} == {STREAM}
     inputs = dict(zip((*NAMES, "key_scale", "value_scale", "q_norm", "k_norm"), INPUT, strict=True))
-    known = inputs | {"out": OUT, "new_tokens": 5, "capacity": 64, "splits": 1, "partial_out": WORKSPACE}
-    known["partial_lse"] = WORKSPACE + 1024  # 2 rows of 6 heads of 18 floats, aligned
+    known = inputs | {"out": OUT, "new_tokens": 5, "capacity": 64, "splits": 2, "partial_out": WORKSPACE}
+    known["partial_lse"] = WORKSPACE + 1792  # 2 rows of 6 heads of 2 splits of 18 floats, aligned
     for made in launches:
         assert made["arguments"] == {name: known[name] for name in made["arguments"]}
-    assert [made["grid"] for made in launches] == [[1, 2, 2], [1, 2, 2], [1, 2, 2], [6, 2, 1]]
+    assert [made["grid"] for made in launches] == [[1, 2, 2], [1, 2, 2], [2, 2, 2], [6, 2, 1]]
     assert len(read_calls(log, "cuModuleLoadData")) == 4
 
 

@@ -90,6 +90,8 @@ def constants(name: str, spec: AttentionSpec, tile: dict[str, int], *, native: b
     }
     if name == "cache_write":
         return rows | tile
+    if name == "prefill":
+        rows |= {"APART": 0}  # where the table does not say
     return (
         rows
         | {"SCALE": float(spec.scale), "SOFTCAP": float(spec.softcap), "WINDOW": spec.window, "NATIVE": native}

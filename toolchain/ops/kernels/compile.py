@@ -2,8 +2,9 @@
 
 Triton lowers each kernel to PTX and its own ptxas assembles it for the exact GPU (sm_90a, sm_100a where
 there is such). Line information is left out, so the bytes depend on the kernel alone. Registers and
-spills are read back from the cubin by cuobjdump: what will run, not what a log said. A kernel that asked
-for global scratch memory would need an allocator at launch; none may.
+spills are read back from the cubin by cuobjdump: what will run, not what a log said. A spilled register
+lies in the kernel's stack frame, so without a stack there is none. A kernel that asked for global scratch
+memory would need an allocator at launch; none may.
 
 Under TRITON_INTERPRET the kernels are Python functions and cannot be compiled: a child process without it
 does the work.
@@ -40,7 +41,7 @@ class CompiledKernel:
         shared_bytes: Dynamic shared memory to launch with, bytes.
         tile: Block sizes by name, for the grid.
         registers: Registers of a thread.
-        spill_bytes: Local memory of a thread, bytes: registers that did not fit.
+        spill_bytes: Local memory of a thread, bytes: registers that did not fit. 0 means no spill at all.
     """
 
     name: str
@@ -66,7 +67,7 @@ def compile_kernels(
         cache_dir: Folder for Triton's own cache; a per-user folder when None.
 
     Raises:
-        DtoolError: for a GPU or a spec the kernels do not cover, or when triton is missing.
+        DtoolError: for a GPU or a spec the kernels do not cover, when triton is missing, or when it fails.
     """
     launch_of = plan(spec, sm, compute_dtype)
     if compute_dtype not in COMPUTE or compute_dtype == "float32":
@@ -112,6 +113,7 @@ def _compile_one(
 ) -> CompiledKernel:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.errors import TritonError
 
     from toolchain.ops.kernels.decode import decode_merge, decode_split
     from toolchain.ops.kernels.prefill import cache_write, prefill
@@ -128,14 +130,28 @@ def _compile_one(
     # every binding is aligned to 16 bytes; row strides follow from constants, so loads become vectors
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(ARGUMENTS[name]) if arg not in INTEGERS}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(key),): v for key, v in fixed.items()}, aligned)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    target = GPUTarget("cuda", sm, 32)
+    try:
+        compiled = triton.compile(source, target=target, options=launch.options)
+    except (TritonError, RuntimeError) as error:  # MLIR's passes fail with RuntimeError
+        raise _failed(name, spec, sm, compute_dtype, error) from error
     meta = compiled.metadata
     if meta.global_scratch_size or meta.profile_scratch_size:
         raise RuntimeError(f"{name} asks for global scratch memory, which the plugin does not allocate")
     cubin = compiled.asm["cubin"]
     registers, spilled = resource_usage(triton.knobs.nvidia.cuobjdump.path, cubin)
     return CompiledKernel(name, sm, cubin, meta.name, meta.num_warps, meta.shared, launch.tile, registers, spilled)
+
+
+def _failed(name: str, spec: AttentionSpec, sm: int, compute_dtype: str, error: Exception) -> DtoolError:
+    what = f"head_dim {spec.head_dim}, {compute_dtype}, cache {spec.cache_format}"
+    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return DtoolError(
+        f"triton cannot compile attention kernel {name} for sm_{sm}: {what}",
+        expected=f"machine code of {name}",
+        found=said[-1][:500],
+        fix="use kv_cache.format none or a backend other than tensorrt, and report this attention node",
+    )
 
 
 def resource_usage(cuobjdump: str, cubin: bytes) -> tuple[int, int]:
@@ -162,10 +178,16 @@ def _compile_in_child(spec: AttentionSpec, sm: int, compute_dtype: str, folder: 
         done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)  # noqa: S603 - ourselves
         if done.returncode:
             raise RuntimeError(f"compiling the attention kernels failed:\n{done.stderr[-4000:]}")
-        return pickle.loads(request.with_suffix(".done").read_bytes())  # noqa: S301 - our own child wrote it
+        answer = pickle.loads(request.with_suffix(".done").read_bytes())  # noqa: S301 - our own child wrote it
+    if isinstance(answer, DtoolError):
+        raise answer
+    return answer
 
 
 def _child(request: str) -> None:
     spec, sm, compute_dtype, folder = pickle.loads(Path(request).read_bytes())  # noqa: S301 - our own parent wrote it
-    kernels = compile_kernels(spec, sm, compute_dtype, cache_dir=folder)
-    Path(request).with_suffix(".done").write_bytes(pickle.dumps(kernels))
+    try:
+        answer = compile_kernels(spec, sm, compute_dtype, cache_dir=folder)
+    except DtoolError as error:
+        answer = error
+    Path(request).with_suffix(".done").write_bytes(pickle.dumps(answer))

@@ -53,8 +53,9 @@ def write_newest(
     stored = (one == 0)[:, None] & (dim_E < HEAD_DIM)[None, :]
     key_row = one + (HEADS + kv_head) * HEAD_DIM
     key = rotated_rows(
-        packed, key_row, one + past, one == 0, cos, sin, k_norm, ROTARY, INTERLEAVED, NORM_EPS, HEAD_DIM, PADDED
-    )
+        packed, key_row, one + past, one == 0, cos, sin, k_norm, ROTARY, INTERLEAVED, NORM_EPS, HEAD_DIM, PADDED,
+        False,
+    )  # fmt: skip
     value = tl.load(packed + (key_row + KV_HEADS * HEAD_DIM)[:, None] + dim_E[None, :], stored, 0.0)
     key_code, value_code = encode(key, key_factor, CACHE), encode(value, value_factor, CACHE)
     offset = one[:, None] + dim_E[None, :]
@@ -94,7 +95,7 @@ def decode_split(
     position_M = past + group_M * 0
     query_ME = rotated_rows(
         packed, head_M * HEAD_DIM, position_M, valid_M, cos, sin, q_norm, ROTARY, INTERLEAVED, NORM_EPS,
-        HEAD_DIM, PADDED,
+        HEAD_DIM, PADDED, False,
     )  # fmt: skip
     cache_base = (row.to(tl.int64) * KV_HEADS + kv_head) * capacity * HEAD_DIM
     keys, values = key_cache + cache_base, value_cache + cache_base

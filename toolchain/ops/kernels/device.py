@@ -13,7 +13,9 @@ Legend: M rows of a tile, E head dim padded to a power of two, F = E / 2 pairs o
 """
 
 # Parameters of a Triton function are values of the device or constexpr; Python types say nothing of them.
+# Of an `if` on a constexpr one side is compiled, so what it leaves unbound is never read.
 # ruff: noqa: ANN001, ANN201
+# pyright: reportPossiblyUnboundVariable=false, reportUnboundVariable=false
 
 import triton
 import triton.language as tl
@@ -26,11 +28,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def rotated_rows(
     base, row_M, position_M, valid_M, cos, sin, norm, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NORM_EPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
+    NORM_EPS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Heads at element offsets `row_M` of `base`, normed and rotated: [M, E] in the dtype of `base`.
 
-    Rows that are not valid, and dims beyond the head, come as zeros and read nothing.
+    Rows that are not valid, and dims beyond the head, come as zeros and read nothing. With APART the second
+    half of the rotation is not begun before the first is done, which takes fewer registers.
     """
     dtype = base.dtype.element_ty
     dim_E = tl.arange(0, PADDED)
@@ -46,19 +49,27 @@ def rotated_rows(
         angle_E = dim_E % HALF
     turned_E = dim_E < ROTARY
     turned_ME = valid_M[:, None] & turned_E[None, :]
-    y_ME = tl.load(base + row_M[:, None] + partner_E[None, :], turned_ME, 0.0)
-    x_ME, y_ME = x_ME.to(tl.float32), y_ME.to(tl.float32)
+    table_ME = position_M[:, None] * HALF + angle_E[None, :]
+    partner_ME = base + row_M[:, None] + partner_E[None, :]
+    if not APART:
+        y_ME = tl.load(partner_ME, turned_ME, 0.0).to(tl.float32)
+    x_ME = x_ME.to(tl.float32)
     if NORM_EPS > 0:
         weight_E = tl.load(norm + dim_E, dim_E < HEAD_DIM, 0.0).to(tl.float32)
         partner_weight_E = tl.load(norm + partner_E, turned_E, 0.0).to(tl.float32)
         inverse_M = tl.rsqrt(tl.sum(x_ME * x_ME, 1) / HEAD_DIM + NORM_EPS)
         x_ME = (x_ME * inverse_M[:, None] * weight_E[None, :]).to(dtype).to(tl.float32)
-        y_ME = (y_ME * inverse_M[:, None] * partner_weight_E[None, :]).to(dtype).to(tl.float32)
-    table_ME = position_M[:, None] * HALF + angle_E[None, :]
-    cos_ME = tl.load(cos + table_ME, turned_ME, 1.0).to(dtype).to(tl.float32)
-    sin_ME = tl.load(sin + table_ME, turned_ME, 0.0).to(dtype).to(tl.float32)
+        if not APART:
+            y_ME = (y_ME * inverse_M[:, None] * partner_weight_E[None, :]).to(dtype).to(tl.float32)
     # products of two values of the compute dtype are exact in float32, so this rounds exactly as eager torch does
+    cos_ME = tl.load(cos + table_ME, turned_ME, 1.0).to(dtype).to(tl.float32)
     along_ME = (x_ME * cos_ME).to(dtype).to(tl.float32)
+    if APART:
+        tl.debug_barrier()  # ptxas would move the loads up
+        y_ME = tl.load(partner_ME, turned_ME, 0.0).to(tl.float32)
+        if NORM_EPS > 0:
+            y_ME = (y_ME * inverse_M[:, None] * partner_weight_E[None, :]).to(dtype).to(tl.float32)
+    sin_ME = tl.load(sin + table_ME, turned_ME, 0.0).to(dtype).to(tl.float32)
     across_ME = (y_ME * (sin_ME * sign_E[None, :])).to(dtype).to(tl.float32)
     return (along_ME + across_ME).to(dtype)
 
@@ -96,17 +107,20 @@ def fold_scores(
 
     FlashAttention-2, arXiv 2307.08691, algorithm 1, in base 2: `top` is the running maximum and `total`
     the sum of weights relative to it; earlier sums shrink by 2^(old top - new top).
-    MASK: "none" when every row sees every slot; "end" when every row sees all slots below `end`;
-    "causal" also hides slots after a row's position and before its window.
+    MASK: "none" when every row sees every slot; "end" when every row sees all slots below `end`; "window"
+    when it sees all but those before its window; "causal" also hides slots from `end` on and after its position.
     """
     factor = scale
     if SOFTCAP > 0:
         score_MN = softcap(score_MN * scale, SOFTCAP)
         factor = 1.0
     if MASK != "none":
-        seen_MN = (slot_N < end)[None, :]
-        if MASK == "causal":
-            seen_MN = seen_MN & (slot_N[None, :] <= position_M[:, None])
+        if MASK == "window":
+            seen_MN = slot_N[None, :] > position_M[:, None] - WINDOW
+        elif MASK == "end":
+            seen_MN = (slot_N < end)[None, :]
+        else:
+            seen_MN = (slot_N < end)[None, :] & (slot_N[None, :] <= position_M[:, None])
             if WINDOW > 0:
                 seen_MN = seen_MN & (slot_N[None, :] > position_M[:, None] - WINDOW)
         score_MN = tl.where(seen_MN, score_MN, float("-inf"))
@@ -124,16 +138,17 @@ def attend_slots(
 ):  # fmt: skip
     """Fold slots start..end-1 of one KV head into (acc_ME, top_M, total_M); MASK as in `fold_scores`.
 
-    With MASK "none", start..end must be whole tiles. acc is the sum of weighted values.
+    With MASK "none" and "window", start..end must be whole tiles. acc is the sum of weighted values.
     """
+    MASKED: tl.constexpr = MASK == "end" or MASK == "causal"  # noqa: PLR1714 - Triton has no `in`
     for first in range(start, end, BLOCK_N):
         slot_N = first + tl.arange(0, BLOCK_N)
-        key_NE = load_slots(keys, slot_N, end, HEAD_DIM, PADDED, MASK != "none")
+        key_NE = load_slots(keys, slot_N, end, HEAD_DIM, PADDED, MASKED)
         score_MN = tl.dot(query_ME, tl.trans(key_NE), input_precision="ieee")
         weight_MN, shrink_M, top_M, total_M = fold_scores(
             score_MN, top_M, total_M, slot_N, position_M, end, scale, MASK, SOFTCAP, WINDOW
         )
-        value_NE = load_slots(values, slot_N, end, HEAD_DIM, PADDED, MASK != "none")
+        value_NE = load_slots(values, slot_N, end, HEAD_DIM, PADDED, MASKED)
         acc_ME = tl.dot(weight_MN.to(query_ME.dtype), value_NE, acc_ME * shrink_M[:, None], input_precision="ieee")
     return acc_ME, top_M, total_M
 
@@ -146,9 +161,10 @@ def attend_pairs(
 ):  # fmt: skip
     """`attend_slots` for a cache of codes, read as int16 pairs: even and odd dims are multiplied apart."""
     dtype: tl.constexpr = even_MF.dtype
+    MASKED: tl.constexpr = MASK == "end" or MASK == "causal"  # noqa: PLR1714 - Triton has no `in`
     for first in range(start, end, BLOCK_N):
         slot_N = first + tl.arange(0, BLOCK_N)
-        key_NF = load_slots(keys, slot_N, end, HEAD_DIM // 2, PADDED // 2, MASK != "none")
+        key_NF = load_slots(keys, slot_N, end, HEAD_DIM // 2, PADDED // 2, MASKED)
         even_NF = pair_half(key_NF, dtype, False, CACHE, NATIVE)
         odd_NF = pair_half(key_NF, dtype, True, CACHE, NATIVE)
         score_MN = tl.dot(even_MF, tl.trans(even_NF), input_precision="ieee")
@@ -157,7 +173,7 @@ def attend_pairs(
             score_MN, top_M, total_M, slot_N, position_M, end, scale, MASK, SOFTCAP, WINDOW
         )
         weight_MN = weight_MN.to(dtype)
-        value_NF = load_slots(values, slot_N, end, HEAD_DIM // 2, PADDED // 2, MASK != "none")
+        value_NF = load_slots(values, slot_N, end, HEAD_DIM // 2, PADDED // 2, MASKED)
         even_NF = pair_half(value_NF, dtype, False, CACHE, NATIVE)
         odd_NF = pair_half(value_NF, dtype, True, CACHE, NATIVE)
         acc_even_MF = tl.dot(weight_MN, even_NF, acc_even_MF * shrink_M[:, None], input_precision="ieee")
@@ -182,7 +198,7 @@ def attend_ranges(
             if WINDOW > 0:
                 acc_ME, top_M, total_M = attend_slots(
                     query_ME, acc_ME, top_M, total_M, keys, values, position_M, start, whole_start, scale,
-                    "causal", SOFTCAP, WINDOW, HEAD_DIM, PADDED, BLOCK_N,
+                    "window", SOFTCAP, WINDOW, HEAD_DIM, PADDED, BLOCK_N,
                 )  # fmt: skip
             acc_ME, top_M, total_M = attend_slots(
                 query_ME, acc_ME, top_M, total_M, keys, values, position_M, whole_start, whole_end, scale,
@@ -202,7 +218,7 @@ def attend_ranges(
             if WINDOW > 0:
                 acc_even_MF, acc_odd_MF, top_M, total_M = attend_pairs(
                     even_MF, odd_MF, acc_even_MF, acc_odd_MF, top_M, total_M, keys, values, position_M, start,
-                    whole_start, scale, "causal", SOFTCAP, WINDOW, HEAD_DIM, PADDED, CACHE, NATIVE, BLOCK_N,
+                    whole_start, scale, "window", SOFTCAP, WINDOW, HEAD_DIM, PADDED, CACHE, NATIVE, BLOCK_N,
                 )  # fmt: skip
             acc_even_MF, acc_odd_MF, top_M, total_M = attend_pairs(
                 even_MF, odd_MF, acc_even_MF, acc_odd_MF, top_M, total_M, keys, values, position_M, whole_start,

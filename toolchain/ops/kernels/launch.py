@@ -89,7 +89,8 @@ def _splits(values: dict[str, Any], spec: AttentionSpec, launch_of: dict[str, La
     device = values["qkv"].device
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     block_n = launch_of["decode_split"].tile["BLOCK_N"]
-    return choose_splits(len(values["qkv"]), spec.num_kv_heads, values["capacity"], block_n, processors)
+    slots = min(spec.window or values["capacity"], values["capacity"])
+    return choose_splits(len(values["qkv"]), spec.num_kv_heads, slots, block_n, processors)
 
 
 def _partials(out: torch.Tensor, spec: AttentionSpec, splits: int) -> dict[str, Any]:
@@ -105,4 +106,4 @@ def _run(
     launch = launch_of[name]
     arguments = [values[argument] for argument in ARGUMENTS[name]]
     fixed = constants(name, spec, launch.tile, native=values["out"].is_cuda)
-    _KERNELS[name][grid](*arguments, **fixed, num_warps=launch.warps, num_stages=launch.stages)
+    _KERNELS[name][grid](*arguments, **fixed, **launch.options)

@@ -44,8 +44,9 @@ def cache_write(
     packed = qkv + row.to(tl.int64) * new_tokens * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
     key_T = token_T * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + (HEADS + kv_head) * HEAD_DIM
     key_TE = rotated_rows(
-        packed, key_T, position_T, valid_T, cos, sin, k_norm, ROTARY, INTERLEAVED, NORM_EPS, HEAD_DIM, PADDED
-    )
+        packed, key_T, position_T, valid_T, cos, sin, k_norm, ROTARY, INTERLEAVED, NORM_EPS, HEAD_DIM, PADDED,
+        False,
+    )  # fmt: skip
     dim_E = tl.arange(0, PADDED)
     stored_TE = valid_T[:, None] & (dim_E < HEAD_DIM)[None, :]
     value_TE = tl.load(packed + (key_T + KV_HEADS * HEAD_DIM)[:, None] + dim_E[None, :], stored_TE, 0.0)
@@ -76,6 +77,7 @@ def prefill(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_EPS: tl.constexpr, CACHE: tl.constexpr, SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Attention of the new tokens over the cache, already written. Grid (ceil(T*G/BLOCK_M), K, B)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -89,8 +91,9 @@ def prefill(
     packed = qkv + row.to(tl.int64) * new_tokens * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
     query_M = token_M * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head_M * HEAD_DIM
     query_ME = rotated_rows(
-        packed, query_M, position_M, valid_M, cos, sin, q_norm, ROTARY, INTERLEAVED, NORM_EPS, HEAD_DIM, PADDED
-    )
+        packed, query_M, position_M, valid_M, cos, sin, q_norm, ROTARY, INTERLEAVED, NORM_EPS, HEAD_DIM, PADDED,
+        APART,
+    )  # fmt: skip
     first = tile * BLOCK_M // GROUP
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, new_tokens - 1)
     end = tl.minimum(past + last + 1, capacity)

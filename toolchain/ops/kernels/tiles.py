@@ -15,6 +15,14 @@ Decode waits for memory alone. By Little's law 4.8 TB/s at about 0.8 us needs 30
 multiprocessor of an H200: tiles of about 16 KB for K and for V, three stages, 4 warps, two or three
 programs resident. Narrow caches take more slots a tile, so that the bytes stay.
 
+Nothing may spill. Left alone, ptxas holds decode at 128 registers for a fourth program and stores what is
+over, yet three stages of 16 KB tiles leave shared memory for three programs: there the kernel is compiled for
+three, 65536 / (3 * 128) = 168 registers. Smaller tiles (codes of 64 dims or fewer, 99 KB parts) fit in less,
+and more programs of them are resident. Prefill uses all 255 registers in its richest variants (softcap, window
+and QK-norm) and still fits: the window's part of the key loop carries none of the diagonal's masks, and on sm90
+256 dims of queries are rotated one half after the other (APART). There alone: elsewhere ptxas does better with
+all loads in flight, and its newer version, of sm100, even spills without.
+
 Given up: no autotuning at run time (an engine must hold one fixed kernel); one choice for all lengths.
 """
 
@@ -25,18 +33,30 @@ from toolchain.errors import DtoolError
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory a thread block may have, by compute capability. CUDA C++ guide, table of capabilities."""
 MERGE_SPLITS = 16
-"""Splits that `decode_merge` loads at a time."""
+"""Splits that `decode_merge` loads at a time; it takes any number."""
+MOST_SPLITS = 128
+"""Most splits of a row: the workspace of a decode holds so many partial results. `kMaxSplits` of the plugin."""
+RESIDENT = 3
+"""Programs of decode that a multiprocessor is to hold at once. `kResident` of the plugin."""
+REGISTERS = 65536
+"""Registers of a multiprocessor, every GPU here."""
 FEWEST_ROWS = 16
 """Rows of the smallest tensor core product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one kernel is compiled: block sizes by name, warps and pipeline stages."""
+    """How one kernel is compiled: block sizes by name, warps, pipeline stages, most registers (None: ptxas chooses)."""
 
     tile: dict[str, int]
     warps: int
     stages: int
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """Triton's options."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 _PREFILL = {
@@ -54,9 +74,12 @@ _PREFILL = {
     (100, 256): (64, 64, 8, 2),
 }
 """BLOCK_M, BLOCK_N, warps, stages by family and padded head dim. At 256 the accumulator leaves room for 64 rows."""
+_APART = frozenset({(90, 256)})
+"""Families and padded head dims whose prefill rotates in two halves: see `rotated_rows`."""
 _FAMILY = {80: 80, 86: 86, 89: 86, 90: 90, 100: 100, 120: 86}
 _DECODE_TILE_BYTES = {80: 16 * 1024, 86: 8 * 1024, 90: 16 * 1024, 100: 16 * 1024}
 _DECODE_STAGES = 3
+_DECODE_WARPS = 4
 
 
 def padded_dim(head_dim: int) -> int:
@@ -83,23 +106,36 @@ def launches(sm: int, head_dim: int, group: int, cache_bytes: int) -> dict[str, 
         )
     padded, family = padded_dim(head_dim), _FAMILY[sm]
     block_m, block_n, warps, stages = _PREFILL[family, max(64, padded)]
-    slots = _DECODE_TILE_BYTES[family] // (padded * cache_bytes)
+    rows = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    apart = {"APART": 1} if (family, padded) in _APART else {}
     return {
         "cache_write": Launch({"BLOCK_T": max(1, 2048 // padded)}, 4, 1),
-        "prefill": Launch({"BLOCK_M": block_m, "BLOCK_N": block_n}, warps, stages),
-        "decode_split": Launch(
-            {"BLOCK_G": max(FEWEST_ROWS, 1 << (group - 1).bit_length()), "BLOCK_N": min(128, max(16, slots))},
-            4,
-            _DECODE_STAGES,
-        ),
+        "prefill": Launch(rows | apart, warps, stages),
+        "decode_split": _decode(family, padded, group, cache_bytes),
         "decode_merge": Launch({"BLOCK_S": MERGE_SPLITS}, 4, 1),
     }
+
+
+def _decode(family: int, padded: int, group: int, cache_bytes: int) -> Launch:
+    slots = min(128, max(16, _DECODE_TILE_BYTES[family] // (padded * cache_bytes)))
+    tile = {"BLOCK_G": max(FEWEST_ROWS, 1 << (group - 1).bit_length()), "BLOCK_N": slots}
+    full = slots * padded * cache_bytes >= 16 * 1024
+    registers = REGISTERS // (RESIDENT * _DECODE_WARPS * 32) // 8 * 8  # given out by eights
+    return Launch(tile, _DECODE_WARPS, _DECODE_STAGES, registers if full else None)
 
 
 def choose_splits(batch: int, kv_heads: int, slots: int, block_n: int, multiprocessors: int) -> int:
     """Splits that fill the GPU in one wave: three programs a multiprocessor, none less than one tile.
 
-    `slots`: those the longest row may see (its capacity when lengths are not known on the host).
+    `split_count` of the plugin computes the same. It depends on shapes and device alone, so a captured CUDA
+    graph stays right while the rows grow.
+
+    Args:
+        batch: Rows.
+        kv_heads: KV heads.
+        slots: Those the longest row may see: its capacity, or the window where that is less.
+        block_n: Slots of a tile of `decode_split`.
+        multiprocessors: Multiprocessors of the device.
     """
-    wanted = 3 * multiprocessors // (batch * kv_heads)
-    return max(1, min(wanted, -(-slots // block_n), 128))
+    wanted = RESIDENT * multiprocessors // (batch * kv_heads)
+    return max(1, min(wanted, -(-slots // block_n), MOST_SPLITS))

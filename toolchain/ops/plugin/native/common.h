@@ -9,7 +9,7 @@
 namespace dtool {
 
 constexpr int kAbi = 2;          // version of the node's inputs and attributes: toolchain.ops.attention.ABI
-constexpr int kMaxSplits = 64;   // upper bound of the pieces a row's cache is cut into for decode
+constexpr int kMaxSplits = 128;  // upper bound of the pieces a row's cache is cut into for decode: tiles.MOST_SPLITS
 
 // Return codes of the C entry point; the plugin turns all of them into one error.
 enum Code { kOk = 0, kBadArgument = 1, kNoKernels = 2, kDriver = 3, kInternal = 4 };

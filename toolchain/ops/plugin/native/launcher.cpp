@@ -11,8 +11,7 @@ namespace dtool {
 namespace {
 
 constexpr uint32_t kPlainSharedBytes = 48 * 1024; // more than this must be asked for, kernel by kernel
-constexpr int32_t kWaves = 2;                      // CTAs wanted per multiprocessor in decode
-constexpr int32_t kMinTilesPerSplit = 2;
+constexpr int32_t kResident = 3;                   // decode CTAs a multiprocessor holds at once: tiles.RESIDENT
 
 struct Device {
     CUcontext context;
@@ -222,8 +221,8 @@ bool runs_on(int32_t cubin_sm, int32_t device_sm) {
 }
 
 int32_t split_count(int32_t multiprocessors, int32_t batch, int32_t kv_heads, int32_t slots, int32_t tile) {
-    int64_t wanted = ceil_div(int64_t{kWaves} * multiprocessors, int64_t{batch} * kv_heads);
-    int64_t useful = ceil_div(slots, tile) / kMinTilesPerSplit;
+    int64_t wanted = int64_t{kResident} * multiprocessors / (int64_t{batch} * kv_heads);
+    int64_t useful = ceil_div(slots, tile);
     return static_cast<int32_t>(std::max<int64_t>(1, std::min({wanted, useful, int64_t{kMaxSplits}})));
 }
 

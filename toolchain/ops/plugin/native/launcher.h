@@ -23,6 +23,7 @@ bool runs_on(int32_t cubin_sm, int32_t device_sm);
 
 // The pieces a row's cache is cut into for decode; `slots` is the most a row may see. It depends on
 // shapes and device alone, never on lengths, so a captured CUDA graph stays right while the rows grow.
+// The same as choose_splits of toolchain.ops.kernels.tiles, and a test holds the two together.
 int32_t split_count(int32_t multiprocessors, int32_t batch, int32_t kv_heads, int32_t slots, int32_t tile);
 
 // Bytes of workspace for a call; `splits` is kMaxSplits where the device is not known yet.
