@@ -351,3 +351,20 @@ def test_terminated_command_leaves_nothing(tiny_text, recipe, tmp_path):
     child.terminate()
     assert child.wait() == 143
     assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_a_page_never_replaces_another_file_nor_lies_in_an_artifact(exported, tmp_path):
+    note = tmp_path / "note.txt"
+    note.write_text("precious")
+    for path, text in (
+        (note, "something dtool did not write"),
+        (exported / "decoder.json", "would lie in an artifact"),
+        (tmp_path / "no" / "page.html", "no such folder"),
+    ):
+        _, stderr = call("inspect", exported, "--html", path, code=1)
+        assert text in stderr
+    assert note.read_text() == "precious"
+    page = tmp_path / "page.html"
+    for _ in range(2):  # its own page may be written anew
+        call("inspect", exported, "--html", page)
+    assert "generator" in page.read_text()

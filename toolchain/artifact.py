@@ -25,6 +25,8 @@ from toolchain.errors import DtoolError, name_list
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 TIMINGS = "timings.json"
+PAGE_MARK = '<meta name="generator" content="dtool">'
+"""Near the top of every HTML page dtool writes: such a file may be written anew."""
 CHUNK_BYTES = 1 << 22
 
 
@@ -260,6 +262,29 @@ def check_output(out: Path, *, force: bool = False, source: Path | None = None) 
         found="a dtool artifact" if (out / MANIFEST).is_file() else "something dtool did not write",
         fix="choose another path" + (", or add --force to replace it" if (out / MANIFEST).is_file() else ""),
     )
+
+
+def check_page(path: Path) -> None:
+    """Refuse a path for an HTML page that exists and is no page of ours, lies in an artifact, or cannot be written."""
+    folder = path.resolve().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        found = "a folder that cannot be written" if folder.exists() else "no such folder"
+        raise DtoolError(f"no page can be written to {path}", expected="a writable folder", found=found)
+    inside = next((f for f in (folder, *folder.parents) if (f / MANIFEST).is_file()), None)
+    if inside is not None:
+        raise DtoolError(
+            f"the page {path} would lie in an artifact",
+            expected="a path outside artifacts, which hold what their manifest lists",
+            found=f"the artifact {inside}",
+            fix="choose a path beside it",
+        )
+    if path.exists() and (not path.is_file() or PAGE_MARK not in path.read_bytes()[:1000].decode("utf-8", "replace")):
+        raise DtoolError(
+            f"{path} already exists",
+            expected="a path that is free, or a page dtool wrote",
+            found="something dtool did not write",
+            fix="choose another path",
+        )
 
 
 @contextlib.contextmanager

@@ -29,7 +29,18 @@ _plugins = click.option(
     type=FOLDER,
     help="A library of TensorRT plugins to register; it travels with the engine. May be repeated.",
 )
-_html = click.option("--html", type=FOLDER, help="Also write the report as one HTML page.")
+
+
+def _check_page(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse a page that would replace something else or spoil an artifact, before any work."""
+    if path is not None:
+        from toolchain.artifact import check_page
+
+        check_page(path)
+    return path
+
+
+_html = click.option("--html", type=FOLDER, callback=_check_page, help="Also write the report as one HTML page.")
 
 
 def say(line: str) -> None:

@@ -179,6 +179,7 @@ HTML = """\
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
+<meta name="generator" content="dtool">
 <title>{{ page.title }}</title>
 <style>
 :root { --ink: #1c2430; --soft: #5d6878; --line: #dfe4ea; --page: #f6f7f9; --card: #ffffff;

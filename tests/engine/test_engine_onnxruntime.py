@@ -98,7 +98,7 @@ def test_half_precision_artifact_is_refused_for_the_embedded_backend(tiny, tmp_p
 
     export_checkpoint(tiny[0], make_recipe(compute_dtype="float16"), tmp_path / "x", report=lambda _: None)
     with pytest.raises(DtoolError, match="computes in float32"):
-        build_engine(tmp_path / "x", make_recipe(), tmp_path / "e", report=lambda _: None)
+        build_engine(tmp_path / "x", make_recipe(compute_dtype="float16"), tmp_path / "e", report=lambda _: None)
     assert not (tmp_path / "e").exists()
 
 

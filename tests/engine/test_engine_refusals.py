@@ -58,15 +58,17 @@ def test_sizes_that_do_not_fit_are_refused(fp16, make_recipe, tmp_path, engine, 
 
 
 def test_a_float32_export_is_refused_by_native_attention(export_of, make_recipe, tmp_path):
-    text = refusal(export_of("float32"), make_recipe(), tmp_path)
+    text = refusal(export_of("float32"), make_recipe("float32"), tmp_path)
     assert "cannot be fused in float32" in text
     assert "compute_dtype=float16" in text
 
 
 def test_bfloat16_is_refused_before_ampere_only(altered, fp16, make_recipe, tmp_path):
     source = altered(fp16, manifest=lambda m: m["details"].update(compute_dtype="bfloat16"))
-    assert "sm75 (T4, RTX 20) has no bfloat16" in refusal(source, make_recipe(targets=["sm89", "sm75"]), tmp_path)
-    assert preflight_module.preflight(source, make_recipe(targets=["sm80"]))[0].sm == 80
+    assert "sm75 (T4, RTX 20) has no bfloat16" in refusal(
+        source, make_recipe("bfloat16", targets=["sm89", "sm75"]), tmp_path
+    )
+    assert preflight_module.preflight(source, make_recipe("bfloat16", targets=["sm80"]))[0].sm == 80
 
 
 def test_an_int8_cache_is_refused_by_native_attention(altered, fp16, make_recipe, tmp_path):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -179,8 +180,18 @@ def library(source, make_recipe, tmp_path_factory):
     description = build_plugin_for(source.path, make_recipe(targets=["sm89"]), out, force=False, report=quiet)
     page = plugin_page(description)
     assert len(page.parts[0].rows) == 4
-    with pytest.raises(DtoolError, match="exists"):
-        build_plugin_for(source.path, make_recipe(targets=["sm89"]), out, force=False, report=quiet)
+    for name, text in {out: "exists", "": "is a folder", "no/such.so": "cannot be written"}.items():
+        with pytest.raises(DtoolError, match=text):
+            build_plugin_for(source.path, make_recipe(targets=["sm89"]), out.parent / name, force=False, report=quiet)
+    before = source.file("decoder.json").read_bytes()
+    with pytest.raises(DtoolError, match="lies in an artifact"):
+        build_plugin_for(
+            source.path, make_recipe(targets=["sm89"]), source.path / "decoder.json", force=True, report=quiet
+        )
+    assert source.file("decoder.json").read_bytes() == before
+    (out.parent / "mine.txt").write_text("precious")
+    with pytest.raises(DtoolError, match="no library dtool built"):
+        build_plugin_for(source.path, make_recipe(targets=["sm89"]), out.parent / "mine.txt", force=True, report=quiet)
     return out
 
 
@@ -203,6 +214,12 @@ def test_without_its_plugin_the_graph_does_not_compile(source, make_recipe, tmp_
     assert not (tmp_path / "e").exists()
 
 
+def libm():
+    """The path of a library that is loaded in every process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return next(Path(line.split()[-1]) for line in lines if "/libm.so" in line or "/libm-" in line)
+
+
 def test_a_library_that_does_not_fit_is_refused(source, library, make_recipe, tmp_path, altered):
     def build(make, libraries, artifact=source):
         build_engine(artifact.path, make, tmp_path / "e", plugin_libraries=libraries, report=quiet)
@@ -214,8 +231,20 @@ def test_a_library_that_does_not_fit_is_refused(source, library, make_recipe, tm
     (tmp_path / "text.so").write_text("not a library")
     with pytest.raises(DtoolError, match=r"text\.so cannot be loaded"):
         build(make_recipe(attention="plugin"), [tmp_path / "text.so"])
+    (tmp_path / "cut.so").write_bytes(library.read_bytes()[:20000])
+    with pytest.raises(DtoolError, match=r"cut\.so is cut short"):
+        build(make_recipe(attention="plugin"), [tmp_path / "cut.so"])
+    with pytest.raises(DtoolError, match="holds no TensorRT plugins"):
+        build(make_recipe(attention="plugin"), [libm()])
+    shutil.copyfile(library, tmp_path / "copy.so")
+    with pytest.raises(DtoolError, match="one attention plugin too many"):
+        build(make_recipe(attention="plugin"), [library, tmp_path / "copy.so"])
+    with pytest.raises(DtoolError, match="two plugin libraries are called"):
+        build(make_recipe(attention="plugin"), [library, library])
+    with pytest.raises(DtoolError, match="one attention plugin too many"):
+        build(make_recipe(attention="native"), [library])
     with pytest.raises(DtoolError, match="the embedded backend loads no plugins"):
-        build(make_recipe("float32", backend="onnxruntime", targets=[]), [library])
+        build(make_recipe(backend="onnxruntime", targets=[]), [library])
 
     def cap(model):
         for node in model.graph.node:

@@ -59,7 +59,7 @@ def compile_ahead(requests: Sequence[Compile], workers: int) -> None:
         for spec, dtype, name, launch in requests:
             arguments = [types[argument_type(a, dtype, spec.cache_format)] for a in ARGUMENTS[name]]
             fixed = constants(name, spec, launch.tile)
-            kernels[name].warmup(*arguments, grid=(1,), **fixed, num_warps=launch.warps, num_stages=launch.stages)
+            kernels[name].warmup(*arguments, grid=(1,), **fixed, **launch.options)
 
 
 def default_kernels(spec: AttentionSpec, dtype: str, device: str) -> list[Compile]:

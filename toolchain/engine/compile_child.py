@@ -138,8 +138,9 @@ def _configure(trt: Any, builder: Any, network: Any, request: BuildRequest) -> A
         config.num_compute_capabilities = len(request.sms)
         for i, sm in enumerate(request.sms):
             config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), i)
-        # decode is replayed as a CUDA graph, which must not allocate
-        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+        if not request.options.weight_streaming:
+            # decode is replayed as a CUDA graph, which must not allocate; streaming excludes both
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if request.plugin_libraries:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     _set_options(trt, config, request.options)

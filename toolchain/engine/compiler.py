@@ -44,6 +44,7 @@ _FIXES = (
     ),
     (re.compile(r"HW-specific datatypes"), "leave out the targets that lack the format"),
     (re.compile(r"(?i)plugin.*(not found|creator)"), "give the library that holds the plugin: --plugin-library FILE"),
+    (re.compile(r"workspace|WORKSPACE"), "raise engine.memory_limit_mb, or leave it out"),
     (_MEMORY, "free memory, or compile on a larger machine"),
 )
 

@@ -80,9 +80,17 @@ def _check_libraries(engine: Engine, plugin_libraries: Sequence[Path]) -> None:
             raise DtoolError(
                 f"no plugin library at {library}",
                 expected="a shared library with TensorRT plugins",
-                found="no such file",
+                found="a folder" if library.is_dir() else "no such file",
                 fix="give its path: --plugin-library FILE",
             )
+    twice = next((p for i, p in enumerate(plugin_libraries) if p.name in {q.name for q in plugin_libraries[:i]}), None)
+    if twice is not None:
+        raise DtoolError(
+            f"two plugin libraries are called {twice.name}",
+            expected="libraries of different names: they travel in one folder",
+            found=", ".join(map(str, plugin_libraries)),
+            fix="give each once, or rename one",
+        )
     if plugin_libraries and engine.backend == "onnxruntime":
         raise DtoolError(
             "the embedded backend loads no plugins",

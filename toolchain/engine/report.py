@@ -25,6 +25,13 @@ TRT_NAMES = {
     "FLOAT8E4M3FN": "FP8",
 }
 _CODES = frozenset({"Int8", "Int4", "FP8"})
+KINDS = {
+    "PluginV3": "attention plugin (PluginV3)",
+    "kgen": "generated (kgen)",
+    "runtime_fusion": "product with more (runtime_fusion)",
+    "gemm": "product (gemm)",
+}
+"""What the compiler's kinds of kernels are, for people."""
 _QDQ = frozenset({"QuantizeLinear", "DequantizeLinear"})
 _CARRIERS = _QDQ | {"Transpose", "Cast", "Reshape", "Identity"}
 _PROFILE_TAG = re.compile(r"\s*\[profile \d+\]$")
@@ -315,11 +322,11 @@ def page(report: Mapping[str, Any], timings: Mapping[str, Any] | None = None) ->
         ("backend", str(report["backend"])),
         ("compiler", str(report["compiler"])),
         ("targets", ", ".join(report["targets"]) or "this machine's CPU"),
-        *((f"{phase} engine", f"{entry['bytes']:,} bytes") for phase, entry in engines.items()),
+        *_sizes(report, engines),
         *((f"{name} built in", f"{t['build_s']:.1f} s") for name, t in (timings or {}).items() if isinstance(t, dict)),
     ]
     if not engines:  # the embedded backend has no kernels of its own to list
-        shown = set(report) - {"backend", "compiler", "targets"}
+        shown = set(report) - {"backend", "compiler", "targets", "layout"}
         facts += [(key, str(report[key])) for key in sorted(shown) if not isinstance(report[key], dict | list)]
         tables = [
             Table(key, ("kind", "count"), tuple(report[key].items()))
@@ -331,6 +338,13 @@ def page(report: Mapping[str, Any], timings: Mapping[str, Any] | None = None) ->
     tables = (_attention_table(summaries), _products_table(summaries), _fusions_table(summaries))
     parts = (*tables, *map(_kernel_bars, summaries.items()))
     return Page("Engine report", facts=tuple(facts), parts=parts)
+
+
+def _sizes(report: Mapping[str, Any], engines: Mapping[str, Any]) -> list[tuple[str, str]]:
+    sizes = [(f"{phase} engine", f"{entry['bytes']:,} bytes") for phase, entry in engines.items()]
+    if report.get("layout") == "shared" and sizes:
+        return [("engine, a profile per phase", sizes[0][1])]
+    return sizes
 
 
 def _attention_table(summaries: Mapping[str, Any]) -> Table:
@@ -362,6 +376,7 @@ def _fusions_table(summaries: Mapping[str, Any]) -> Table:
 
 def _kernel_bars(item: tuple[str, Any]) -> Bars:
     phase, summary = item
-    bars = tuple((kind, float(count)) for kind, count in summary["kernels"].items())
+    counts: Mapping[str, int] = summary["kernels"]
+    bars = tuple((KINDS.get(kind, kind), count) for kind, count in counts.items())
     note = f"kernels that only quantize or dequantize: {summary['unfused_qdq']}"
     return Bars(f"Kernels of {phase}", "kernels", bars, note)

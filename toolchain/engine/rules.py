@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toolchain.artifact import Artifact
+from toolchain.engine.library import describe_library
 from toolchain.engine.profiles import ATTENTION, node_values
 from toolchain.engine.targets import Target
 from toolchain.errors import DtoolError, did_you_mean, name_list
@@ -23,8 +24,8 @@ ATTENTION_ABI = 2
 
 STANDARD_DOMAINS = ("", "ai.onnx")
 FLOAT32_EPS = 1e-6
-HEAD_DIMS = {"native": (16, 256), "plugin": (32, 256)}
-"""Smallest and largest head_dim by kind of attention; native: as TensorRT-RTX 1.7.1 fuses it."""
+HEAD_DIMS = {"native": (16, 256, 8), "plugin": (32, 256, 2)}
+"""Smallest, largest and divisor of head_dim by kind of attention; native: as TensorRT-RTX 1.7.1 fuses it."""
 
 RTX_REFUSES = {
     "refit": "its refittable builds need a GPU",
@@ -87,16 +88,17 @@ def _check_cache(facts: Facts) -> None:
 
 def _check_attention(facts: Facts) -> None:
     """What the chosen attention computes, for every kind of attention node."""
-    low, high = HEAD_DIMS[facts.engine.attention]
+    low, high, step = HEAD_DIMS[facts.engine.attention]
     for node in facts.attention_nodes:
         values = node_values(node)
         head_dim, softcap = values.get("head_dim", 0), values.get("softcap", 0.0)
-        if not low <= head_dim <= high or head_dim % 2:
+        if not low <= head_dim <= high or head_dim % step:
+            other = "" if facts.engine.attention == "plugin" else "--set engine.attention=plugin, or "
             raise DtoolError(
                 f"{facts.engine.attention} attention has no kernel for head_dim {head_dim}",
-                expected=f"an even head_dim from {low} to {high}",
+                expected=f"a head_dim from {low} to {high} that {step} divides",
                 found=f"head_dim {head_dim} in {node.name}",
-                fix="use engine.backend onnxruntime for this model",
+                fix=f"{other}use engine.backend onnxruntime for this model",
             )
         if softcap and facts.engine.attention == "native":
             raise DtoolError(
@@ -109,15 +111,22 @@ def _check_attention(facts: Facts) -> None:
 
 def _check_plugin(facts: Facts) -> None:
     """Kernels for every target, and the tools to build them; a library that dtool built brings its own."""
+    described = [(library, describe_library(library)) for library in facts.plugin_libraries]
+    ours = [(library, description) for library, description in described if description is not None]
+    if len(ours) > 1 or (ours and facts.engine.attention == "native"):
+        raise DtoolError(
+            f"{ours[0][0]} is one attention plugin too many",
+            expected="one with engine.attention plugin, none with native",
+            found=f"engine.attention {facts.engine.attention} and {name_list([str(path) for path, _ in ours])}",
+            fix="leave --plugin-library out" + ("" if len(ours) > 1 else ", or --set engine.attention=plugin"),
+        )
     if facts.engine.attention != "plugin":
         return
+    if ours:
+        _check_library(*ours[0], facts)
+        return
     from toolchain.engine.plugin import require_kernels
-    from toolchain.engine.tensorrt import described
 
-    for library in facts.plugin_libraries:
-        if (description := described(library)) is not None:
-            _check_library(library, description, facts)
-            return
     require_kernels(facts.targets)
     from toolchain.ops.plugin.toolkit import find_toolkit
 

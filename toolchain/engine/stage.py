@@ -71,20 +71,22 @@ def build_engine(
 
 
 def check_source(source: Artifact, recipe: Recipe) -> None:
-    """Refuse a source that lacks the quantization the recipe asks for."""
-    details = source.manifest.details
-    asked = {
-        "weights.format": (recipe.weights.format, details.get("weight_format", "none")),
-        "kv_cache.format": (recipe.kv_cache.format, details.get("kv_format", "none")),
-        "activations.format": (recipe.activations.format, (details.get("activation_format") or ("none",))[0]),
-    }
-    for key, (wanted, found) in asked.items():
-        if wanted not in ("none", found):
+    """Refuse a source that is not what the recipe describes, in either direction."""
+    made = source.manifest.recipe
+    asked = recipe.model_dump(mode="json")
+    differs = [("compute_dtype", asked["compute_dtype"], source.manifest.details.get("compute_dtype"))]
+    for section in ("weights", "activations", "kv_cache"):
+        wanted, found = asked[section], made.get(section, {"format": "none"})
+        if wanted["format"] == found["format"] == "none":
+            continue  # what is not used need not agree
+        differs += [(f"{section}.{key}", wanted.get(key), found.get(key)) for key in ("format", *wanted)]
+    for key, wanted, found in differs:
+        if wanted != found:
             raise DtoolError(
                 f"{source.path} is not what the recipe describes",
                 expected=f"{key} {wanted}",
                 found=f"{key} {found}, from stage {source.manifest.stage}",
-                fix="run `dtool quantize` with this recipe first, and build from what it writes",
+                fix="run `dtool export` and `dtool quantize` with this recipe first, or give the one it was made with",
             )
 
 
@@ -167,4 +169,9 @@ def _copy_companions(source: Artifact, folder: Path) -> None:
 def _report_head(draft: Draft) -> dict[str, Any]:
     """What every engine report begins with."""
     compiler = " ".join(next(iter(draft.target["compiler"].items())))
-    return {"backend": draft.target["backend"], "compiler": compiler, "targets": draft.target["targets"]}
+    return {
+        "backend": draft.target["backend"],
+        "compiler": compiler,
+        "targets": draft.target["targets"],
+        "layout": draft.target.get("layout", "separate"),
+    }

@@ -5,8 +5,6 @@ weights. Shared makes one engine with a profile per phase from the prefill graph
 decode runs kernels chosen for many shapes.
 """
 
-import ctypes
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ from typing import Any
 from toolchain.artifact import Artifact, Draft
 from toolchain.engine.compiler import BuildOptions, BuildRequest, BuildResult, compile_graph, estimate_rss_bytes
 from toolchain.engine.layers import parse_layers
+from toolchain.engine.library import describe_library
 from toolchain.engine.profiles import (
     ENGINE_PHASES,
     Profile,
@@ -29,7 +28,6 @@ from toolchain.engine.profiles import (
 )
 from toolchain.engine.report import engine_entry, read_graph, verify_engine
 from toolchain.engine.targets import Target
-from toolchain.errors import DtoolError
 from toolchain.graph_io import Phase, graph_io
 from toolchain.model.config import DecoderConfig
 from toolchain.ops.plugin.toolkit import cache_folder
@@ -38,7 +36,7 @@ from toolchain.recipe import Engine, Range, Recipe
 SCRATCH, PLUGINS = ".build", "plugin"
 PLUGIN_LIBRARY = "libdtool_attention.so"
 SHARED = "decoder"
-DESCRIBE = "dtool_attention_describe"
+DISK_PER_WEIGHT_BYTE = 1.6  # kernels, and an embedding is held for its rows and for the head: 1.6 with SmolLM2 in int8
 PROGRESS_EVERY_S = 2.0
 
 Say = Callable[[str], None]
@@ -72,7 +70,7 @@ def build_tensorrt(
     plans = engine_plans(recipe.engine)
     report(
         f"compiling needs about {estimate_rss_bytes(weights) / 1e9:.1f} GB of memory, "
-        f"and {len(plans) * weights / 1e9:.1f} GB of disk"
+        f"and {DISK_PER_WEIGHT_BYTE * len(plans) * weights / 1e9:.2f} GB of disk"
     )
     scratch = draft.path / SCRATCH
     scratch.mkdir()
@@ -114,31 +112,13 @@ def _place_plugins(
         (folder / PLUGINS).mkdir(exist_ok=True)
         placed.append(folder / PLUGINS / library.name)
         shutil.copyfile(library, placed[-1])
-    if engine.attention == "plugin" and not any(described(path) for path in placed):
+    if engine.attention == "plugin" and not any(describe_library(path) for path in placed):
         from toolchain.ops.plugin.build import build_plugin
 
         placed.append(folder / PLUGINS / PLUGIN_LIBRARY)
         dtype = str(source.manifest.details["compute_dtype"])
         build_plugin(attention_specs(source), dtype, [t.sm for t in targets], placed[-1], report=report)
     return placed
-
-
-def described(library: Path) -> dict[str, Any] | None:
-    """What a library built by dtool says of itself; None for any other. Raises DtoolError for what is no library."""
-    try:
-        loaded = ctypes.CDLL(str(library.resolve()))
-    except OSError as error:
-        raise DtoolError(
-            f"{library} cannot be loaded",
-            expected="a shared library for this system",
-            found=str(error),
-            fix="build it on a system like this one",
-        ) from error
-    if not hasattr(loaded, DESCRIBE):
-        return None
-    describe = getattr(loaded, DESCRIBE)
-    describe.restype = ctypes.c_char_p
-    return json.loads(describe())
 
 
 def _build_one(

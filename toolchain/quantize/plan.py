@@ -60,7 +60,7 @@ def _int4_groups(config: DecoderConfig, recipe: Recipe, names: tuple[str, ...], 
         if group is None:
             raise DtoolError(
                 f"{name} cannot be stored as int4",
-                expected=f"a number of inputs that is a multiple of one of {', '.join(map(str, INT4_GROUPS))}, and larger",
+                expected=f"more inputs than, and a multiple of, one of {', '.join(map(str, INT4_GROUPS))}",
                 found=f"{widths[name]} inputs",
                 fix=f"leave it out: --set 'weights.skip=[\"{name}\", ...]'",
             )
