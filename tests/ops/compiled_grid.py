@@ -11,7 +11,15 @@ from toolchain.ops.kernels.compile import CompiledKernel, compile_kernels
 from toolchain.ops.kernels.tiles import SHARED_LIMIT
 
 FORMATS = ("none", "int8", "fp8_e4m3")
-VARIANTS: dict[str, dict] = {"plain": {}, "all": {"softcap": 30.0, "window": 4096, "qk_norm_eps": 1e-6}}
+CAP, WINDOW, NORM = {"softcap": 30.0}, {"window": 4096}, {"qk_norm_eps": 1e-6}
+VARIANTS: dict[str, dict] = {
+    "plain": {},
+    "norm": NORM,
+    "window": WINDOW,
+    "capwin": CAP | WINDOW,
+    "normwin": NORM | WINDOW,
+    "all": CAP | WINDOW | NORM,
+}
 
 
 def spec_of(dim: int, cache: str, **options: object) -> AttentionSpec:
@@ -33,13 +41,14 @@ def faults(kernels: tuple[CompiledKernel, ...]) -> list[str]:
 
 
 def grid(sms: list[int]) -> Iterator[tuple[int, int, str, str, str]]:
-    """sm, head dim, cache format, compute dtype and variant: every GPU, head dim and legal format, two ways each."""
+    """sm, head dim, cache format, compute dtype and variant: every GPU, head dim, legal format and mix of extras."""
     for sm in sms:
         for cache in FORMATS:
             if cache == "fp8_e4m3" and sm < FP8_SM:
                 continue
             for dim in (32, 64, 128, 256):
-                yield sm, dim, cache, "float16", "plain"
+                for variant in VARIANTS:
+                    yield sm, dim, cache, "float16", variant
                 yield sm, dim, cache, "bfloat16", "all"
 
 

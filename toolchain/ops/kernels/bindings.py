@@ -73,7 +73,8 @@ def plan(spec: AttentionSpec, sm: int, compute_dtype: str) -> dict[str, Launch]:
     """The `Launch` of each kernel for a spec on a GPU. Raises DtoolError as `check_spec` does."""
     check_spec(spec, sm)
     cache_bytes = CACHE_BYTES.get(spec.cache_format, 4 if compute_dtype == "float32" else 2)
-    return launches(sm, spec.head_dim, spec.num_heads // spec.num_kv_heads, cache_bytes)
+    extras = frozenset(name for name in ("window", "softcap", "qk_norm") if getattr(spec, name))
+    return launches(sm, spec.head_dim, spec.num_heads // spec.num_kv_heads, cache_bytes, extras)
 
 
 def constants(name: str, spec: AttentionSpec, tile: dict[str, int], *, native: bool = True) -> dict[str, Any]:

@@ -19,9 +19,9 @@ Nothing may spill. Left alone, ptxas holds decode at 128 registers for a fourth 
 over, yet three stages of 16 KB tiles leave shared memory for three programs: there the kernel is compiled for
 three, 65536 / (3 * 128) = 168 registers. Smaller tiles (codes of 64 dims or fewer, 99 KB parts) fit in less,
 and more programs of them are resident. Prefill uses all 255 registers in its richest variants (softcap, window
-and QK-norm) and still fits: the window's part of the key loop carries none of the diagonal's masks, and on sm90
-256 dims of queries are rotated one half after the other (APART). There alone: elsewhere ptxas does better with
-all loads in flight, and its newer version, of sm100, even spills without.
+and QK-norm) and still fits: the window's part of the key loop carries none of the diagonal's masks, some tiles are
+narrower when there is more to do than attention alone (`_prefill`), and queries are rotated one half after the
+other (APART) where that helps; elsewhere ptxas does better with all loads in flight.
 
 Given up: no autotuning at run time (an engine must hold one fixed kernel); one choice for all lengths.
 """
@@ -87,7 +87,9 @@ def padded_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def launches(sm: int, head_dim: int, group: int, cache_bytes: int) -> dict[str, Launch]:
+def launches(
+    sm: int, head_dim: int, group: int, cache_bytes: int, extras: frozenset[str] = frozenset()
+) -> dict[str, Launch]:
     """The `Launch` of each kernel by its name. Raises DtoolError for a GPU not in the table.
 
     Args:
@@ -95,6 +97,7 @@ def launches(sm: int, head_dim: int, group: int, cache_bytes: int) -> dict[str, 
         head_dim: Dims of a head, not padded.
         group: Query heads of a KV head.
         cache_bytes: Bytes of a cache element.
+        extras: What prefill has to do besides: window, softcap, qk_norm.
     """
     if sm not in _FAMILY:
         known = ", ".join(map(str, sorted(_FAMILY)))
@@ -105,15 +108,26 @@ def launches(sm: int, head_dim: int, group: int, cache_bytes: int) -> dict[str, 
             fix="build for one of these, or use a backend other than tensorrt",
         )
     padded, family = padded_dim(head_dim), _FAMILY[sm]
-    block_m, block_n, warps, stages = _PREFILL[family, max(64, padded)]
-    rows = {"BLOCK_M": block_m, "BLOCK_N": block_n}
-    apart = {"APART": 1} if (family, padded) in _APART else {}
     return {
         "cache_write": Launch({"BLOCK_T": max(1, 2048 // padded)}, 4, 1),
-        "prefill": Launch(rows | apart, warps, stages),
+        "prefill": _prefill(family, padded, extras),
         "decode_split": _decode(family, padded, group, cache_bytes),
         "decode_merge": Launch({"BLOCK_S": MERGE_SPLITS}, 4, 1),
     }
+
+
+def _prefill(family: int, padded: int, extras: frozenset[str]) -> Launch:
+    """The table's tile, narrower where extras would not leave room for its registers."""
+    block_m, block_n, warps, stages = _PREFILL[family, max(64, padded)]
+    apart = (family, padded) in _APART
+    if extras and padded == 128 and family in (90, 100):
+        block_n, apart = 64, family == 100
+    if (family, padded) == (90, 256) and "window" in extras and "qk_norm" not in extras:
+        block_n = 32
+    if (family, padded) == (100, 256) and "qk_norm" in extras:
+        block_n, apart = 32, True
+    rows = {"BLOCK_M": block_m, "BLOCK_N": block_n}
+    return Launch(rows | ({"APART": 1} if apart else {}), warps, stages)
 
 
 def _decode(family: int, padded: int, group: int, cache_bytes: int) -> Launch:
