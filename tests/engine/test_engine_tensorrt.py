@@ -164,6 +164,13 @@ def test_options_tensorrt_rtx_cannot_honour_are_refused(source, make_recipe, tmp
         build_engine(source.path, make_recipe(**{option: value}), tmp_path / "e", report=quiet)
 
 
+@pytest.mark.compiles
+def test_tensorrt_rtx_builds_engines_whose_weights_are_streamed(source, make_recipe, tmp_path):
+    recipe = make_recipe(targets=["sm89"], weight_streaming=True, weight_streaming_budget_mb=1)
+    engine = build_engine(source.path, recipe, tmp_path / "e", report=quiet)
+    assert engine.manifest.target["weight_streaming_budget_bytes"] == 1 << 20
+
+
 def test_a_budget_without_streaming_is_refused_by_the_recipe(make_recipe):
     with pytest.raises(DtoolError, match="needs weight_streaming"):
         parse_recipe({"schema_version": 1, "about": "x", "engine": {"weight_streaming_budget_mb": 5}}, "r")
