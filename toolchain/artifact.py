@@ -264,13 +264,19 @@ def check_output(out: Path, *, force: bool = False, source: Path | None = None) 
     )
 
 
+def enclosing_artifact(folder: Path) -> Path | None:
+    """The artifact that `folder` is or lies in; None outside of all."""
+    here = folder.resolve()
+    return next((f for f in (here, *here.parents) if (f / MANIFEST).is_file()), None)
+
+
 def check_page(path: Path) -> None:
     """Refuse a path for an HTML page that exists and is no page of ours, lies in an artifact, or cannot be written."""
     folder = path.resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         found = "a folder that cannot be written" if folder.exists() else "no such folder"
         raise DtoolError(f"no page can be written to {path}", expected="a writable folder", found=found)
-    inside = next((f for f in (folder, *folder.parents) if (f / MANIFEST).is_file()), None)
+    inside = enclosing_artifact(folder)
     if inside is not None:
         raise DtoolError(
             f"the page {path} would lie in an artifact",

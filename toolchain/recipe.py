@@ -23,6 +23,13 @@ STAGE_SECTIONS = {
 }
 """What of a recipe each stage depends on; a change elsewhere leaves its output reusable."""
 
+BACKEND_MODULES = {
+    "tensorrt": ("tensorrt", "trt"),
+    "tensorrt-rtx": ("tensorrt_rtx", "rtx"),
+    "onnxruntime": ("onnxruntime", "ort"),
+}
+"""Per engine.backend: the Python module it needs, and the extra of dtool that installs it."""
+
 
 class _Section(pydantic.BaseModel, frozen=True, extra="forbid"):
     pass

@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolchain.engine.compiler import MODULES, PROGRESS, REFUSED, BuildOptions, BuildRequest, child_command
+from toolchain.engine.compiler import PROGRESS, REFUSED, BuildOptions, BuildRequest, child_command
 from toolchain.engine.layers import LOG_HEAD
 from toolchain.engine.profiles import check_profile
 from toolchain.errors import DtoolError
+from toolchain.recipe import BACKEND_MODULES
 
 _PR_SET_PDEATHSIG = 1
 _ADDR_NO_RANDOMIZE = 0x0040000
@@ -80,7 +81,7 @@ def fix_addresses() -> bool:
 
 def _compile(request: BuildRequest) -> dict[str, Any]:
     """Parse, configure and build; writes the plan and the layer log. Raises RefusedError."""
-    trt: Any = importlib.import_module(MODULES[request.backend])  # it has no type stubs
+    trt: Any = importlib.import_module(BACKEND_MODULES[request.backend][0])  # it has no type stubs
     logger, layer_log = _make_logger(trt)
     start = time.perf_counter()
     builder = trt.Builder(logger)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolchain.artifact import MANIFEST, open_artifact
+from toolchain.artifact import enclosing_artifact, open_artifact
 from toolchain.engine.library import describe_library
 from toolchain.engine.profiles import attention_specs
 from toolchain.engine.targets import TENSORRT, Target, targets_named
@@ -56,7 +56,7 @@ def _check_library_path(out: Path, *, force: bool) -> None:
         problem = "is a folder"
     elif not folder.is_dir() or not os.access(folder, os.W_OK):
         problem = "cannot be written: its folder is not there, or closed"
-    elif any((f / MANIFEST).is_file() for f in (folder.resolve(), *folder.resolve().parents)):
+    elif enclosing_artifact(folder):
         problem = "lies in an artifact"
     elif out.exists() and not (force and _is_ours(out)):
         problem = "exists" + (", and is no library dtool built" if not _is_ours(out) else "")

@@ -13,14 +13,7 @@ from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES
 from toolchain.model.config import DecoderConfig
 from toolchain.processor import installed_gpus
-from toolchain.recipe import Engine, Recipe
-
-MODULES = {
-    "tensorrt": ("tensorrt", "trt"),
-    "tensorrt-rtx": ("tensorrt_rtx", "rtx"),
-    "onnxruntime": ("onnxruntime", "ort"),
-}
-"""Per backend: the module it needs, and the extra of dtool that installs it."""
+from toolchain.recipe import BACKEND_MODULES, Engine, Recipe
 
 
 def preflight(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path] = ()) -> tuple[Target, ...]:
@@ -39,7 +32,7 @@ def preflight(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path]
 
 def require_backend(backend: str) -> None:
     """Raise DtoolError when the backend's package is not installed."""
-    module, extra = MODULES[backend]
+    module, extra = BACKEND_MODULES[backend]
     if importlib.util.find_spec(module) is None:
         raise DtoolError(
             f"the {backend} backend is not installed",

@@ -13,10 +13,8 @@ from typing import Any
 
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError, name_list
+from toolchain.recipe import BACKEND_MODULES
 from toolchain.runners.device import CudaDevice, Device, gpu_present
-
-MODULES = {"tensorrt": ("tensorrt", "trt"), "tensorrt-rtx": ("tensorrt_rtx", "rtx")}
-"""Per backend: the module it needs, and the extra of dtool that installs it."""
 
 REBUILD = "dtool build-engine SOURCE -r RECIPE -o OUT"
 AMPERE = (8, 0)
@@ -46,7 +44,7 @@ def section(artifact: Artifact, key: str) -> Any:
 def import_backend(artifact: Artifact) -> Any:
     """The module that runs the artifact's backend. Raises DtoolError when it is missing or lacks its libraries."""
     backend = section(artifact, "backend")
-    module, extra = MODULES[backend]
+    module, extra = BACKEND_MODULES[backend]
     try:
         return importlib.import_module(module)
     except ImportError as error:
