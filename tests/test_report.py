@@ -1,8 +1,20 @@
+import itertools
 import re
 
 import pytest
 
-from toolchain.report import Bars, Page, Table, format_cell, render_html, render_text
+from toolchain.report import (
+    Bars,
+    Load,
+    Page,
+    Roof,
+    Roofline,
+    Table,
+    format_cell,
+    render_html,
+    render_text,
+    si_text,
+)
 
 PAGE = Page(
     "Parity of <tiny> & [bold]co",
@@ -63,3 +75,75 @@ def test_an_empty_page_renders():
     page = Page("Nothing", parts=(Table("None", ("a",), ()), Bars("No bars", "ms", ())))
     assert "Nothing" in render_text(page)
     assert "verdict" not in render_html(page).split("</style>")[1]
+
+
+PLOT = Roofline(
+    "Roofs & loads",
+    (Roof("big <1>", 1e15, 1e13), Roof("small", 1e14, 1e12)),
+    (
+        Load("prefill", "prefill", 1e3, (1e15, 1e14)),
+        Load("decode x 1", "decode", 1.0, (1e13, 1e12)),
+        Load("decode x 64", "decode", 1.01, (1.01e13, None)),
+    ),
+    "left is memory",
+)
+
+
+def svg_of(plot):
+    html = render_html(Page("Plot", parts=(plot,)))
+    assert html == render_html(Page("Plot", parts=(plot,)))
+    assert not re.search(r"<script|<link|src=|href=|url\(|https?:", html)
+    return html.split("</style>")[1]
+
+
+def test_a_roofline_bends_at_its_ridge_and_its_points_lie_on_it():
+    svg = svg_of(PLOT)
+    paths = re.findall(r'<polyline points="([^"]+)"/>', svg)
+    assert len(paths) == 2
+    for path in paths:
+        (x0, y0), (x1, y1), (x2, y2) = [tuple(map(float, corner.split(","))) for corner in path.split()]
+        assert x0 < x1 < x2
+        assert y0 > y1 == y2  # it rises and is flat from the ridge on: y grows downwards
+    # one decade is as far for every roof, on log axes, and both ridges are at 100 FLOP per byte
+    assert len({path.split()[1].split(",")[0] for path in paths}) == 1
+    circles = [(float(x), float(y)) for x, y in re.findall(r'<circle class="s\d" cx="([\d.]+)" cy="([\d.]+)"', svg)]
+    assert len(circles) == 5
+    flat = [tuple(map(float, path.split()[2].split(",")))[1] for path in paths]
+    assert [circles[0][1], circles[3][1]] == flat
+    assert circles[1][1] - circles[0][1] == pytest.approx(circles[4][1] - circles[3][1], abs=0.2)
+
+
+def test_a_roofline_names_its_roofs_and_loads_without_overlap():
+    svg = svg_of(PLOT)
+    assert 'aria-label="Roofs &amp; loads"' in svg
+    assert "big &lt;1&gt;, decode x 64: 10.1 TFLOP/s at 1.010 FLOP/byte" in svg
+    assert "small, decode x 64" not in svg
+    names = [float(x) for x in re.findall(r'class="guide-name" transform="translate\(([\d.]+) ', svg)]
+    assert abs(names[1] - names[2]) >= 20
+    assert {"s0", "s1"} == set(re.findall(r'<circle class="(s\d)"', svg))
+    assert "left is memory" in svg
+
+
+def test_a_roofline_in_text_is_a_table_of_what_is_attained():
+    text = render_text(Page("Plot", parts=(PLOT,)))
+    rows = [line.split() for line in text.splitlines()]
+    assert ["FLOP/byte", "–", "–", "–", "1,000", "1.000", "1.010"] in rows  # noqa: RUF001
+    assert ["small", "100.0", "1.000", "100.0", "100.0", "1.000", "–"] in rows  # noqa: RUF001
+    assert "left is memory" in text
+
+
+def test_many_roofs_stay_apart_and_a_plot_without_points_renders():
+    roofs = tuple(Roof(f"roof {i}", 1e12 * (1 + i / 1000), 1e11) for i in range(18))
+    svg = svg_of(Roofline("many", roofs, (Load("decode", "decode", 5.0, (None,) * 18),)))
+    names = sorted(float(y) for y in re.findall(r'<text x="\d+" y="([\d.]+)" dy="4">roof', svg))
+    assert len(names) == 18
+    assert min(b - a for a, b in itertools.pairwise(names)) >= 16.9
+    assert "<circle" not in svg
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2.25e15, "2.25 P"), (989.5e12, "989.5 T"), (4.8e9, "4.8 G"), (7e6, "7 M"), (14290.0, "14,290 "), (0.5, "0.5 ")],
+)
+def test_si_prefixes_stand_before_the_unit(value, text):
+    assert si_text(value) == text

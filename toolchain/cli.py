@@ -79,19 +79,24 @@ def fetch(name: str, out: Path | None, source: str, force: bool) -> None:
 
 
 @dtool.command()
-@click.argument("model", type=FOLDER)
+@click.argument("model")
 @_recipe
 @_set
 @_out
 @_force
-def export(model: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool) -> None:
-    """Checkpoint folder -> prefill, decode and evaluation ONNX graphs over one weights file."""
+def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool) -> None:
+    """Checkpoint folder, .gguf file or hub name -> prefill, decode and evaluation graphs over one weights file."""
     gc.disable()  # a million objects are imported and stay: searching them takes a fifth of the time
+    from toolchain.artifact import check_output
     from toolchain.export.stage import contract_tables, export_checkpoint
+    from toolchain.fetch.resolve import resolve_model
     from toolchain.model.config import DecoderConfig
     from toolchain.recipe import load_recipe
 
-    artifact = export_checkpoint(model, load_recipe(recipe_name, overrides), out, force=force, report=say)
+    recipe = load_recipe(recipe_name, overrides)
+    check_output(out, force=force, source=Path(model) if Path(model).exists() else None)
+    with resolve_model(model, say) as folder:
+        artifact = export_checkpoint(folder, recipe, out, force=force, report=say)
     config = DecoderConfig.model_validate(artifact.json("decoder.json"))
     one_layer = config.model_copy(update={"num_hidden_layers": 1})
     click.echo(contract_tables(one_layer, str(artifact.manifest.kv_contract["dtype"])))
@@ -259,7 +264,7 @@ def generate(
     if known < runner.config.vocab_size:
         say(f"note: {runner.config.vocab_size} rows, {known} tokens: the rows beyond the tokenizer are never chosen")
     limit = getattr(runner, "limits", None)
-    room = (limit.capacity if limit is not None else None) or runner.config.max_position_embeddings
+    room = (limit.capacity if limit is not None else None) or runner.config.context_len
     slots = capacity or min(room, len(ids) + max_new_tokens)
     stop = tuple(dict.fromkeys((*runner.config.eos_token_ids, *tokenizer.eos_ids)))
     generation = Generation(runner, ids, Sampler(allowed=known, **options), max_new_tokens, slots, stop)
@@ -279,7 +284,7 @@ def generate(
 
 
 @dtool.command()
-@click.argument("model", type=FOLDER)
+@click.argument("model")
 @_recipe
 @_set
 @click.option("-o", "--out", required=True, type=FOLDER, help="The folder of the run; an unfinished run is taken up.")
@@ -287,7 +292,7 @@ def generate(
 @_plugins
 @_json
 def run(
-    model: Path,
+    model: str,
     recipe_name: str,
     overrides: tuple[str, ...],
     out: Path,
@@ -296,12 +301,14 @@ def run(
     as_json: bool,
 ) -> None:
     """All stages of a recipe, resumable: export, quantize, build-engine, parity, bench."""
+    from toolchain.fetch.resolve import resolve_model
     from toolchain.pipeline import run_pipeline, summary_page
     from toolchain.recipe import load_recipe
 
     recipe = load_recipe(recipe_name, overrides)
     libraries = plugin_libraries
-    result = run_pipeline(model, recipe, out, bench=not no_bench, plugin_libraries=libraries, report=say)
+    with resolve_model(model, say) as folder:
+        result = run_pipeline(folder, recipe, out, bench=not no_bench, plugin_libraries=libraries, report=say)
     document = {
         "artifacts": {name: {"path": str(a.path), "identity": a.identity} for name, a in result.artifacts.items()},
         "parity": result.parity,
@@ -312,13 +319,21 @@ def run(
 
 @dtool.command()
 @click.argument("path", type=FOLDER)
+@click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Account for this GPU, e.g. H200; all by default.")
+@click.option("--context", type=click.IntRange(min=1), help="Tokens of a sequence; by default 4096 or what there is.")
+@click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Sequences at once.")
+@click.option("--weights", metavar="FORMAT", help="float16 (default), bfloat16, int8, fp8_e4m3, int4_g128, int4_g32.")
+@click.option("--cache", metavar="FORMAT", help="The KV cache: float16 (default), bfloat16, int8, fp8_e4m3.")
 @_json
 @_html
-def inspect(path: Path, as_json: bool, html: Path | None) -> None:
-    """Show what a checkpoint or an artifact is: graph I/O, sizes by format, lineage."""
-    from toolchain.inspection import inspect_path
+def inspect(path: Path, as_json: bool, html: Path | None, **asked: Any) -> None:
+    """Show what a checkpoint or an artifact is, and what it costs on GPUs: memory, work, roofline times.
 
-    document, page = inspect_path(path)
+    Needs no weights: a folder with a config.json will do. Times are lower bounds from datasheet peaks.
+    """
+    from toolchain.inspection import Question, inspect_path
+
+    document, page = inspect_path(path, Question(**asked))
     _show(document, lambda: page, as_json=as_json, html=html)
 
 

@@ -56,6 +56,15 @@ def present_name(layer: int, part: str) -> str:
     return f"present.{layer}.{part}"
 
 
+EMBEDDED, PROJECTED, OUTPUT = "embedded", "o_proj", "output"
+"""Inner values that proofs read: what enters the first layer; of a layer, attention's product and the layer's end."""
+
+
+def layer_value(layer: int, part: str) -> str:
+    """Name of an inner value of one layer; `part` is PROJECTED or OUTPUT."""
+    return f"layers.{layer}.{part}"
+
+
 def graph_io(config: DecoderConfig, phase: Phase, cache_dtype: str) -> GraphIO:
     """The contract of one phase.
 

@@ -1,55 +1,111 @@
-"""`dtool inspect`: what a checkpoint or an artifact is, before or after any work."""
+"""`dtool inspect`: what a checkpoint or an artifact is, and what it will cost, before or after any work.
 
-import math
+No torch: a config and the headers of the weights are read, so that the answer takes no second.
+"""
+
+import json
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolchain.artifact import MANIFEST, Artifact, open_artifact
-from toolchain.formats import FORMATS
+from toolchain.errors import DtoolError
 from toolchain.graph_io import graph_io
+from toolchain.model.accounting import WEIGHT_FORMATS, make_setting
 from toolchain.model.config import DecoderConfig
-from toolchain.model.hf import Checkpoint, open_checkpoint
-from toolchain.report import Page, Table
+from toolchain.model.roofline import account, gpus_named
+from toolchain.report import Bars, Load, Page, Part, Roof, Roofline, Table, si_text
 from toolchain.tensor_file import TensorEntry, read_header
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+UNITS = {"billion": 10**9, "million": 10**6, "thousand": 10**3}
+CODES_PER_BYTE = 2
+"""int4 codes lie two to a byte."""
 
-def inspect_path(path: Path) -> tuple[dict[str, Any], Page]:
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the account is asked for; None: the default of `make_setting`, and an artifact's own formats."""
+
+    gpus: tuple[str, ...] = ()
+    context: int | None = None
+    batch: int = 1
+    weights: str | None = None
+    cache: str | None = None
+
+    def answer(self, config: DecoderConfig, weights: str | None = None, cache: str | None = None) -> dict[str, Any]:
+        """The account of a model, whose own formats stand in for those not asked for."""
+        setting = make_setting(config, self.context, self.batch, self.weights or weights, self.cache or cache)
+        return account(config, setting, gpus_named(self.gpus))
+
+
+def inspect_path(path: Path, question: Question | None = None) -> tuple[dict[str, Any], Page]:
     """The description of a checkpoint folder or an artifact, as JSON types and as a page."""
+    question = question or Question()
+    gpus_named(question.gpus)  # a wrong name is told before anything is read
     if (path / MANIFEST).is_file():
-        return _inspect_artifact(open_artifact(path, check_hashes=False))
-    return _inspect_checkpoint(open_checkpoint(path))
+        return _inspect_artifact(open_artifact(path, check_hashes=False), question)
+    return _inspect_checkpoint(path, question)
 
 
-def _inspect_checkpoint(checkpoint: Checkpoint) -> tuple[dict[str, Any], Page]:
-    config, sizes = checkpoint.config, _sizes(_stored_tensors(checkpoint))
+def _inspect_checkpoint(path: Path, question: Question) -> tuple[dict[str, Any], Page]:
+    config, stored, notes = _open_model(path, question.context)
+    costs, sizes = question.answer(config), _sizes(stored)
     document = {
         "kind": "checkpoint",
         "config": config.model_dump(mode="json"),
-        "parameters": sum(math.prod(e.shape) for e in checkpoint.parameters.values()),
+        "parameters": costs["parameters"]["total"],
         "bytes_by_format": sizes,
-        "kv_bytes_per_token": _kv_bytes(config),
-        "notes": list(checkpoint.notes),
+        "kv_bytes_per_token": costs["kv_cache_bytes_per_token"],
+        "accounting": costs,
+        "notes": list(notes),
     }
-    facts = (
-        ("parameters", f"{document['parameters']:,}"),
-        ("KV cache per token", f"{_kv_bytes(config)['float16']:,} bytes in float16"),
-        *((("note", note)) for note in checkpoint.notes),
-    )
-    return document, Page(str(checkpoint.path), facts=facts, parts=(_size_table(sizes), _config_table(config)))
+    facts = (*cost_facts(costs), *(("note", note) for note in notes))
+    parts = (*cost_parts(costs), *((_size_table(sizes),) if sizes else ()), _config_table(config))
+    return document, Page(str(path), facts=facts, parts=parts)
 
 
-def _stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+def _open_model(path: Path, context: int | None) -> tuple[DecoderConfig, dict[str, TensorEntry], tuple[str, ...]]:
+    """A folder's config, stored tensors and notes; a folder with a config alone will do."""
+    if config := _config_alone(path, context):
+        return config, {}, ("no weights here: the account is of the config alone",)
+    from toolchain.model.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(path)
+    if context is not None and context > checkpoint.config.context_len:
+        checkpoint = open_checkpoint(path, context)  # rotations that depend on the length serve more where asked
     parameters = checkpoint.parameters.items()
-    return {f"{name}.{i}": entry for name, p in parameters for i, entry in enumerate(p.parts)}
+    stored = {f"{name}.{i}": entry for name, p in parameters for i, entry in enumerate(p.parts)}
+    return checkpoint.config, stored, checkpoint.notes
 
 
-def _inspect_artifact(artifact: Artifact) -> tuple[dict[str, Any], Page]:
+def _config_alone(path: Path, context: int | None) -> DecoderConfig | None:
+    """The config of a folder without any weights; None where there are some, or no config to read."""
+    from toolchain.model.hf import config_from_hf
+
+    if not (path / "config.json").is_file() or any(p.name.endswith(WEIGHT_SUFFIXES) for p in path.iterdir()):
+        return None
+    try:
+        document = json.loads((path / "config.json").read_text("utf-8"))
+    except ValueError as error:
+        raise DtoolError(f"{path / 'config.json'} is not JSON", found=str(error)) from error
+    if not document.get("dtype") and not document.get("torch_dtype"):
+        document["dtype"] = "float32"  # else it is told by the weights
+    config = config_from_hf(document, {})
+    if context is not None and context > config.context_len:
+        return config_from_hf(document, {}, context_len=context)
+    return config
+
+
+def _inspect_artifact(artifact: Artifact, question: Question) -> tuple[dict[str, Any], Page]:
     manifest = artifact.manifest
     config = DecoderConfig.model_validate(artifact.json("decoder.json"))
     weights = artifact.path / "weights.safetensors"
-    sizes = _sizes(read_header(weights)) if weights.is_file() else {}
-    document = manifest.model_dump() | {
+    stored = read_header(weights) if weights.is_file() else {}
+    sizes, stored_format = _sizes(stored), _weight_format(stored)
+    document: dict[str, Any] = manifest.model_dump() | {
         "kind": "artifact",
         "identity": artifact.identity,
         "bytes_by_format": sizes,
@@ -62,15 +118,150 @@ def _inspect_artifact(artifact: Artifact) -> tuple[dict[str, Any], Page]:
         ("cache", ", ".join(f"{k} {v}" for k, v in manifest.kv_contract.items())),
         *((k, str(v)) for k, v in manifest.target.items()),
     )
+    parts: tuple[Part, ...] = (_size_table(sizes),)
+    cache_dtype = manifest.kv_contract["dtype"]
+    if question.weights or stored_format:  # engines hold their weights inside: their format must be asked for
+        costs = document["accounting"] = question.answer(config, stored_format, cache_dtype)
+        facts, parts = (*facts, *cost_facts(costs)), (*parts, *cost_parts(costs))
     lineage = Table("made from", ("input", "sha256"), tuple(manifest.lineage.items()))
     files = Table(
         "files", ("file", "bytes", "sha256"), tuple((n, e.bytes, e.sha256[:16]) for n, e in manifest.files.items())
     )
-    contracts = tuple(_contract_table(config, phase, manifest.kv_contract["dtype"]) for phase in ("prefill", "decode"))
-    return document, Page(str(artifact.path), facts=facts, parts=(_size_table(sizes), *contracts, lineage, files))
+    contracts = tuple(_contract_table(config, phase, cache_dtype) for phase in ("prefill", "decode"))
+    return document, Page(str(artifact.path), facts=facts, parts=(*parts, *contracts, lineage, files))
 
 
-def _sizes(entries: dict[str, TensorEntry]) -> dict[str, int]:
+def _weight_format(stored: Mapping[str, TensorEntry]) -> str | None:
+    """The accounting's name of the format of a layer's matrices, told by the first; None if it has none."""
+    name = next((name for name in stored if name.endswith(".qkv_proj.weight")), None)
+    if name is None:
+        return None
+    codes, scale = stored[name], stored.get(f"{name}_scale")
+    found = codes.dtype
+    if found == "uint8" and scale is not None:
+        found = f"int4_g{CODES_PER_BYTE * codes.shape[1] // scale.shape[1]}"
+    return found if found in WEIGHT_FORMATS else None
+
+
+def cost_facts(costs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The account in a few lines."""
+    setting, total = costs["setting"], costs["parameters"]["total"]
+    active = costs["active_parameters_per_token"]["total"]
+    weights, cache, context = setting["weights"], setting["cache"], setting["context_tokens"]
+    served = f"{setting['batch']} x {context:,} tokens"
+    return (
+        ("parameters", f"{total:,}" + (f", of which a token uses {active:,}" if active != total else "")),
+        ("weights", f"{si_text(costs['weights_bytes'][weights])}B in {weights}"),
+        ("KV cache per token", f"{costs['kv_cache_bytes_per_token'][cache]:,} bytes in {cache}"),
+        ("KV cache", f"{si_text(costs['kv_cache_bytes'])}B for {served}"),
+        ("prefill", f"{served}: {_work_text(costs['prefill'])}"),
+        ("decode", f"{setting['batch']} x token {context:,}: {_work_text(costs['decode'])}"),
+        ("training memory", f"{si_text(costs['training_memory_bytes'])}B: 16 bytes a parameter, activations apart"),
+    )
+
+
+def _work_text(work: Mapping[str, Any]) -> str:
+    flops, moved, intensity = si_text(work["flops"]), si_text(work["bytes"]), si_text(work["intensity_flops_per_byte"])
+    return f"{flops}FLOP, {moved}B moved, {intensity}FLOP/byte"
+
+
+def cost_parts(costs: Mapping[str, Any]) -> tuple[Part, ...]:
+    """The account in tables and pictures."""
+    setting = costs["setting"]
+    return (
+        *_component_parts(costs),
+        _format_table(costs),
+        _gpu_table(costs, f"{setting['batch']} x {setting['context_tokens']:,} tokens on one GPU"),
+        _roofline(costs),
+        _figure_table(costs),
+    )
+
+
+def _component_parts(costs: Mapping[str, Any]) -> tuple[Part, ...]:
+    """Parameters per component: bars, and the exact numbers."""
+    counts, total = costs["parameters"]["components"], costs["parameters"]["total"]
+    active = costs["active_parameters_per_token"]
+    shown = {name: count for name, count in counts.items() if count}
+    unit, scale = next(((name, size) for name, size in UNITS.items() if total >= size), ("parameters", 1))
+    bars = tuple((name.replace("_", " "), count / scale) for name, count in shown.items())
+    rows = tuple(
+        (name.replace("_", " "), count, 100 * count / total, active["components"][name])
+        for name, count in shown.items()
+    )
+    tied = "the head is tied: one matrix, counted as the embedding" if not counts["head"] else ""
+    columns = ("component", "parameters", "% of all", "used by a token")
+    table = Table("parameters", columns, (*rows, ("total", total, 100.0, active["total"])), note=tied)
+    return Bars("parameters by component", unit, bars), table
+
+
+def _format_table(costs: Mapping[str, Any]) -> Table:
+    """Bytes per format: weights, and the cache of a token and of the setting."""
+    tokens = costs["setting"]["context_tokens"] * costs["setting"]["batch"]
+    caches = costs["kv_cache_bytes_per_token"]
+    rows = tuple(
+        (name, costs["weights_bytes"].get(name), caches.get(name), caches[name] * tokens if name in caches else None)
+        for name in dict.fromkeys([*caches, *costs["weights_bytes"]])
+    )
+    columns = ("format", "weights bytes", "KV bytes per token", "KV bytes of the setting")
+    note = "codes and float32 scales for the layers' matrices; embedding, head, router, norms and biases in float16"
+    return Table("bytes by format", columns, rows, note=f"int8, fp8 and int4: {note}")
+
+
+def _gpu_table(costs: Mapping[str, Any], title: str) -> Table:
+    """What fits on each GPU, the least times, and what bounds them."""
+    columns = ("GPU", "memory GB", "largest batch", "TTFT ms", "bound by", "TPOT ms", "bound by", "tokens/s")
+    rows: list[tuple[Any, ...]] = []
+    for gpu in costs["gpus"]:
+        prefill, decode = gpu["prefill"], gpu["decode"]
+        times = (prefill["ttft_ms"], prefill["bound"], decode["tpot_ms"], decode["bound"], decode["tokens_per_s"])
+        if not gpu["fits"]:
+            times = (None, f"{'batch does' if gpu['weights_fit'] else 'weights do'} not fit", None, "", None)
+        rows.append((gpu["name"], gpu["memory_bytes"] / 1e9, gpu["largest_batch"], *times))
+    return Table(title, columns, tuple(rows), note="; ".join(costs["notes"]))
+
+
+def _roofline(costs: Mapping[str, Any]) -> Roofline:
+    """Every GPU's roof, and under it prefill and decode at several batch sizes, where they fit."""
+    setting, gpus = costs["setting"], costs["gpus"]
+    roofs = tuple(Roof(gpu["name"], gpu["peak_flops_per_s"], gpu["bandwidth_bytes_per_s"]) for gpu in gpus)
+
+    batch = setting["batch"]
+    measured = [("prefill", batch, costs["prefill"], [gpu | gpu["prefill"] for gpu in gpus])]
+    for i, work in enumerate(costs["decode_by_batch"]):
+        entries = [gpu["decode_by_batch"][i] for gpu in gpus]
+        if work["batch"] == batch or any(entry["fits"] for entry in entries):
+            measured.append(("decode", work["batch"], work, entries))
+    loads = tuple(
+        Load(
+            f"{phase} x {size}",
+            phase,
+            work["intensity_flops_per_byte"],
+            tuple(entry["attained_flops_per_s"] if entry["fits"] else None for entry in entries),
+        )
+        for phase, size, work, entries in measured
+    )
+    title = f"roofline: {setting['context_tokens']:,} tokens, weights {setting['weights']}, cache {setting['cache']}"
+    note = (
+        "left of the bend of its roof a step is bound by memory, right of it by compute; "
+        "no point: the weights or the batch do not fit there; below a roof: part of the FLOPs run in float16"
+    )
+    return Roofline(title, roofs, loads, note=note)
+
+
+def _figure_table(costs: Mapping[str, Any]) -> Table:
+    """The vendors' figures, and the documents they are from."""
+    columns = ("GPU", "sm", "float16", "int8", "fp8", "GB", "GB/s", "source")
+    rows: list[tuple[Any, ...]] = []
+    for gpu in costs["gpus"]:
+        rates = [gpu.get(f"{name}_flops_per_s") for name in ("float16", "int8", "fp8_e4m3")]
+        documents = dict.fromkeys(text.split(":")[0] for name, text in gpu["sources"].items() if name != "sm")
+        limits = (gpu["memory_bytes"] / 1e9, gpu["bandwidth_bytes_per_s"] / 1e9, "; ".join(documents))
+        rows.append((gpu["name"], gpu["sm"], *(None if r is None else r / 1e12 for r in rates), *limits))
+    note = "dense TFLOP/s or TOP/s of the tensor cores; the figure of each is in --json"
+    return Table("GPUs", columns, tuple(rows), note=note)
+
+
+def _sizes(entries: Mapping[str, TensorEntry]) -> dict[str, int]:
     """Bytes per storage format."""
     sizes: Counter[str] = Counter()
     for entry in entries.values():
@@ -78,17 +269,18 @@ def _sizes(entries: dict[str, TensorEntry]) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
-def _kv_bytes(config: DecoderConfig) -> dict[str, int]:
-    elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return {name: elements * FORMATS[name].bytes for name in ("float32", "float16", "int8")}
-
-
 def _size_table(sizes: dict[str, int]) -> Table:
-    return Table("weights by format", ("format", "MB"), tuple((n, round(b / 1e6, 2)) for n, b in sizes.items()))
+    return Table("stored weights", ("format", "MB"), tuple((n, round(b / 1e6, 2)) for n, b in sizes.items()))
 
 
 def _config_table(config: DecoderConfig) -> Table:
-    return Table("decoder", ("field", "value"), tuple((k, str(v)) for k, v in config.model_dump().items()))
+    """What the config says beyond the defaults, layers that are alike as one."""
+    fields = config.model_dump(exclude_defaults=True)
+    kinds = Counter(config.layers)
+    if kinds:
+        fields["layers"] = "; ".join(f"{n} with {layer.model_dump()}" for layer, n in kinds.items())
+    rows = tuple((name, str(value)) for name, value in fields.items())
+    return Table("decoder", ("field", "value"), rows, note="fields at their defaults are left out")
 
 
 def _contract_table(config: DecoderConfig, phase: Any, cache_dtype: str) -> Table:

@@ -94,7 +94,7 @@ def runs_here(engine: Artifact) -> bool:
 
 def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     """Everything that can be refused before hours of work is refused here."""
-    from toolchain.model.hf import open_checkpoint
+    from toolchain.model.checkpoint import open_checkpoint
     from toolchain.quantize.plan import plan_quantization
 
     if out.exists() and not out.is_dir():
@@ -109,17 +109,17 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
             found=name_list(foreign),
             fix="choose another folder",
         )
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, recipe.context_len)
     plan_quantization(checkpoint.config, recipe)
     find_data(recipe.parity.data)
     if recipe.needs_calibration:
         find_data(recipe.calibration.data)
-    if recipe.engine.kv_capacity > checkpoint.config.max_position_embeddings:
+    if recipe.engine.kv_capacity > checkpoint.config.context_len:
         raise DtoolError(
             f"engine.kv_capacity {recipe.engine.kv_capacity} exceeds what the model was trained for",
-            expected=f"at most {checkpoint.config.max_position_embeddings}",
+            expected=f"at most {checkpoint.config.context_len}",
             found=str(recipe.engine.kv_capacity),
-            fix=f"--set engine.kv_capacity={checkpoint.config.max_position_embeddings}",
+            fix=f"--set engine.kv_capacity={checkpoint.config.context_len}",
         )
 
 

@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 RECIPES_DIR = Path(__file__).parent.parent / "recipes"
 
 STAGE_SECTIONS = {
-    "export": ("compute_dtype",),
+    "export": ("compute_dtype", "context_len"),
     "quantize": ("weights", "activations", "kv_cache", "calibration"),
     "engine": ("engine",),
 }
@@ -185,6 +185,8 @@ class Recipe(_Section, frozen=True):
     schema_version: Literal[1]
     about: str
     compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    context_len: int | None = pydantic.Field(default=None, ge=1)
+    """Positions the graphs serve; without it all that one set of the model's rotary frequencies can."""
     weights: Weights = Weights()
     activations: Activations = Activations()
     kv_cache: KVCache = KVCache()

@@ -2,12 +2,18 @@
 
 import io
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
 SIGNIFICANT = 4
 TEXT_BAR_COLUMNS = 40
 SVG_WIDTH, SVG_VALUE_WIDTH, SVG_ROW_HEIGHT, SVG_LETTER_WIDTH = 800, 160, 30, 8
+PLOT = {"left": 64, "right": 690, "top": 100, "bottom": 440, "height": 490}
+"""Edges of a roofline's axes in its picture; outside them stand the names of the loads (above) and roofs (right)."""
+ROOF_NAME_GAP, LOAD_NAME_GAP = 17, 20
 
 Cell = str | int | float | bool | None
 
@@ -33,13 +39,48 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True)
+class Roof:
+    """A machine's two limits: FLOP/s and bytes/s."""
+
+    label: str
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Work of an `intensity` in FLOP per byte, and the FLOP/s it attains under each roof; None: not possible there.
+
+    Loads of one `series` have one colour.
+    """
+
+    label: str
+    series: str
+    intensity: float
+    attained: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Log-log plot of FLOP/s over FLOP per byte: under its roof a machine is bound by memory or by compute."""
+
+    title: str
+    roofs: tuple[Roof, ...]
+    loads: tuple[Load, ...]
+    note: str = ""
+
+
+Part = Table | Bars | Roofline
+
+
+@dataclass(frozen=True, slots=True)
 class Page:
-    """A whole report: a verdict ("passed", "failed" or none), key facts, then tables and bars."""
+    """A whole report: a verdict ("passed", "failed" or none), key facts, then tables, bars and plots."""
 
     title: str
     verdict: str = ""
     facts: tuple[tuple[str, str], ...] = ()
-    parts: tuple[Table | Bars, ...] = field(default=())
+    parts: tuple[Part, ...] = field(default=())
 
 
 def render_text(page: Page, *, width: int = 110) -> str:
@@ -62,10 +103,11 @@ def render_text(page: Page, *, width: int = 110) -> str:
                 grid.add_row(*(_plain(cell) for cell in row))
             screen.print(grid)
         else:
+            shown = _roofline_table(part) if isinstance(part, Roofline) else part
             body = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-            for name, numeric in zip(part.columns, _numeric_columns(part), strict=True):
+            for name, numeric in zip(shown.columns, _numeric_columns(shown), strict=True):
                 body.add_column(_plain(name), justify="right" if numeric else "left")
-            for row in part.rows:
+            for row in shown.rows:
                 body.add_row(*(_plain(format_cell(cell)) for cell in row))
             screen.print(body)
         if part.note:
@@ -85,6 +127,18 @@ def _text_bars(bars: Bars) -> list[tuple[str, str, str]]:
         (label, f"{format_cell(value)} {bars.unit}", "█" * round(share * TEXT_BAR_COLUMNS))
         for (label, value), share in zip(bars.bars, _shares(bars), strict=True)
     ]
+
+
+def _roofline_table(plot: Roofline) -> Table:
+    """The plot as numbers: each roof's limits, and what every load attains under it."""
+    columns = ("TFLOP/s", "peak", "TB/s", "ridge", *(load.label for load in plot.loads))
+    intensities = ("FLOP/byte", None, None, None, *(load.intensity for load in plot.loads))
+    rows: list[tuple[Cell, ...]] = []
+    for i, roof in enumerate(plot.roofs):
+        attained = (load.attained[i] for load in plot.loads)
+        limits = (roof.flops_per_s / 1e12, roof.bytes_per_s / 1e12, roof.flops_per_s / roof.bytes_per_s)
+        rows.append((roof.label, *limits, *(None if rate is None else rate / 1e12 for rate in attained)))
+    return Table(plot.title, columns, (intensities, *rows))
 
 
 def _shares(bars: Bars) -> list[float]:
@@ -135,14 +189,17 @@ def render_html(page: Page) -> str:
 
     # Text from recipes and paths lands in the page: everything is escaped.
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(TEMPLATE.read_text("utf-8"))
     parts = [_html_part(part) for part in page.parts]
-    return environment.from_string(HTML).render(page=page, parts=parts, svg_width=SVG_WIDTH) + "\n"
+    return template.render(page=page, parts=parts, svg_width=SVG_WIDTH, plot=PLOT) + "\n"
 
 
-def _html_part(part: Table | Bars) -> dict[str, Any]:
+def _html_part(part: Part) -> dict[str, Any]:
     common: dict[str, Any] = {"title": part.title, "note": part.note}
     if isinstance(part, Bars):
         return common | _html_bars(part)
+    if isinstance(part, Roofline):
+        return common | _html_roofline(part)
     numeric = _numeric_columns(part)
     heads = [{"text": name, "number": number} for name, number in zip(part.columns, numeric, strict=True)]
     rows = [[_html_cell(c, number=n) for c, n in zip(row, numeric, strict=True)] for row in part.rows]
@@ -165,114 +222,87 @@ def _html_bars(part: Bars) -> dict[str, Any]:
     return {"bars": rows, "height": SVG_ROW_HEIGHT * len(rows), "left": left, "track": track}
 
 
+def _html_roofline(part: Roofline) -> dict[str, Any]:
+    """Everything of the plot in pixels: ticks, roofs with their points, and a guide down from every load's name."""
+    ridges = [roof.flops_per_s / roof.bytes_per_s for roof in part.roofs]
+    rates = [rate for load in part.loads for rate in load.attained if rate is not None]
+    peaks = [roof.flops_per_s for roof in part.roofs]
+    x_low, x_high = _log_range([*ridges, *(load.intensity for load in part.loads)])
+    y_low, y_high = _log_range([*peaks, *rates])
+    x = _log_scale(x_low, x_high, PLOT["left"], PLOT["right"])
+    y = _log_scale(y_low, y_high, PLOT["bottom"], PLOT["top"])
+    name_ys = _spread([y(peak) for peak in peaks], ROOF_NAME_GAP, PLOT["top"] + 4, PLOT["bottom"])
+    name_xs = _spread([x(load.intensity) for load in part.loads], LOAD_NAME_GAP, PLOT["left"], PLOT["right"])
+    series = list(dict.fromkeys(load.series for load in part.loads))
+    roofs: list[dict[str, Any]] = []
+    for i, roof in enumerate(part.roofs):
+        start = max(x_low, y_low / roof.bytes_per_s)
+        corners = [(start, start * roof.bytes_per_s), (ridges[i], peaks[i]), (x_high, peaks[i])]
+        points = [
+            {"x": _px(x(load.intensity)), "y": _px(y(rate)), "series": series.index(load.series), "load": load.label}
+            | {"rate": si_text(rate), "intensity": format_cell(load.intensity)}
+            for load in part.loads
+            if (rate := load.attained[i]) is not None
+        ]
+        limits = f"{si_text(peaks[i])}FLOP/s, {si_text(roof.bytes_per_s)}B/s, ridge {format_cell(ridges[i])} FLOP/byte"
+        path = " ".join(f"{_px(x(a))},{_px(y(b))}" for a, b in corners)
+        places = {"y": _px(name_ys[i]), "end": _px(y(peaks[i])), "path": path}
+        roofs.append({"label": roof.label, "limits": limits, "points": points} | places)
+    guides = [
+        {"label": load.label, "x": _px(x(load.intensity)), "name_x": _px(at), "series": series.index(load.series)}
+        for load, at in zip(part.loads, name_xs, strict=True)
+    ]
+    ticks = {
+        "x_ticks": [{"at": _px(x(v)), "text": si_text(v).strip()} for v in _decades(x_low, x_high)],
+        "y_ticks": [{"at": _px(y(v)), "text": si_text(v).strip()} for v in _decades(y_low, y_high)],
+    }
+    return {"roofs": roofs, "guides": guides} | ticks
+
+
+def _log_range(values: list[float]) -> tuple[float, float]:
+    """The least and greatest value, with room around them."""
+    return min(values) / 1.6, max(values) * 1.6
+
+
+def _log_scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """The map of low..high to start..end by the logarithm."""
+    step = (end - start) / math.log(high / low)
+    return lambda value: start + math.log(value / low) * step
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """The powers of ten from low to high."""
+    return [10.0**n for n in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+
+
+def _spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
+    """Places near the wanted ones and at least `gap` apart, from `low` on; up to `high` where that leaves the gap."""
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    places, edge = dict.fromkeys(order, 0.0), low
+    for i in order:
+        places[i] = max(wanted[i], edge)
+        edge = places[i] + gap
+    edge = max(high, low + gap * (len(order) - 1))
+    for i in reversed(order):
+        places[i] = min(places[i], edge)
+        edge = places[i] - gap
+    return [places[i] for i in range(len(wanted))]
+
+
+def _px(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def si_text(value: float) -> str:
+    """A number with its SI prefix, to stand before a unit: "2.25 P", "10 "."""
+    for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
+        if value >= 10.0**power:
+            return f"{value / 10.0**power:.4g} {prefix}"
+    return f"{float(f'{value:.4g}'):,g} "
+
+
 def _html_cell(cell: Cell, *, number: bool) -> dict[str, str]:
     text = format_cell(cell)
     if isinstance(cell, bool):
         return {"text": text, "style": text}
     return {"text": text, "style": "n" if number else ""}
-
-
-HTML = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="generator" content="dtool">
-<title>{{ page.title }}</title>
-<style>
-:root { --ink: #1c2430; --soft: #5d6878; --line: #dfe4ea; --page: #f6f7f9; --card: #ffffff;
-  --bar: #3b73c8; --track: #e9edf3; --good: #14713d; --good-bg: #dcf3e5; --bad: #a3231d; --bad-bg: #fbe2e0; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --soft: #98a3b3; --line: #2e3643; --page: #12161c;
-  --card: #1a2029; --bar: #6ea0ee; --track: #262e3a; --good: #7fdca4; --good-bg: #143524;
-  --bad: #ff9d96; --bad-bg: #43201f; } }
-* { box-sizing: border-box; }
-body { margin: 0; padding: 2.5rem 1.25rem; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
-main { max-width: 60rem; margin: 0 auto; }
-header { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: center; margin-bottom: 1rem; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
-h2 { font-size: 1.05rem; margin: 0 0 .75rem; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 1.1rem 1.25rem;
-  margin: 1rem 0; overflow-x: auto; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.5rem; margin: 0; }
-dt, th, .note { color: var(--soft); }
-dd { margin: 0; overflow-wrap: anywhere; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th { font-weight: 600; font-size: .85rem; text-align: left; border-bottom: 2px solid var(--line); }
-th, td { padding: .4rem 1.5rem .4rem 0; vertical-align: top; }
-tbody tr + tr td { border-top: 1px solid var(--line); }
-th:last-child, td:last-child { padding-right: .25rem; }
-.n { text-align: right; white-space: nowrap; }
-.pass, .fail { font-weight: 600; }
-.pass { color: var(--good); }
-.fail { color: var(--bad); }
-.verdict { font-weight: 700; border-radius: 999px; padding: .15rem .9rem; text-transform: uppercase;
-  letter-spacing: .04em; font-size: .85rem; background: var(--track); }
-.verdict.passed { color: var(--good); background: var(--good-bg); }
-.verdict.failed { color: var(--bad); background: var(--bad-bg); }
-.note { font-size: .85rem; margin: .75rem 0 0; }
-svg { width: 100%; max-width: 52rem; height: auto; display: block; }
-svg text { fill: var(--ink); font: 14px system-ui, -apple-system, "Segoe UI", sans-serif; }
-svg .track { fill: var(--track); }
-svg .bar { fill: var(--bar); }
-</style>
-</head>
-<body>
-<main>
-<header>
-<h1>{{ page.title }}</h1>
-{% if page.verdict %}
-<span class="verdict {{ page.verdict }}">{{ page.verdict }}</span>
-{% endif %}
-</header>
-{% if page.facts %}
-<section>
-<dl>
-{% for name, text in page.facts %}
-<dt>{{ name }}</dt><dd>{{ text }}</dd>
-{% endfor %}
-</dl>
-</section>
-{% endif %}
-{% for part in parts %}
-<section>
-<h2>{{ part.title }}</h2>
-{% if part.bars is defined %}
-<svg viewBox="0 0 {{ svg_width }} {{ part.height }}" role="img" aria-label="{{ part.title }}">
-{% for bar in part.bars %}
-<text x="0" y="{{ bar.y + 19 }}">{{ bar.label }}</text>
-<rect class="track" x="{{ part.left }}" y="{{ bar.y + 5 }}" width="{{ part.track }}" height="20" rx="4"/>
-<rect class="bar" x="{{ part.left }}" y="{{ bar.y + 5 }}" width="{{ bar.width }}" height="20" rx="4"/>
-<text x="{{ svg_width }}" y="{{ bar.y + 19 }}" text-anchor="end">{{ bar.value }}</text>
-{% endfor %}
-</svg>
-{% else %}
-<table>
-<thead>
-<tr>
-{% for head in part.heads %}
-<th{% if head.number %} class="n"{% endif %}>{{ head.text }}</th>
-{% endfor %}
-</tr>
-</thead>
-<tbody>
-{% for row in part.rows %}
-<tr>
-{% for cell in row %}
-<td{% if cell.style %} class="{{ cell.style }}"{% endif %}>{{ cell.text }}</td>
-{% endfor %}
-</tr>
-{% endfor %}
-</tbody>
-</table>
-{% endif %}
-{% if part.note %}
-<p class="note">{{ part.note }}</p>
-{% endif %}
-</section>
-{% endfor %}
-</main>
-</body>
-</html>"""

@@ -7,18 +7,23 @@ import torch
 
 from toolchain.artifact import create_artifact, open_artifact
 from toolchain.model.config import DecoderConfig
-from toolchain.model.hf import stored_shapes
+from toolchain.model.hf import config_from_hf
+from toolchain.model.parameters import parameter_shapes
 from toolchain.runners.runner import KVState, Limits
 from toolchain.tensor_file import write_tensors
 
 
-def tiny_config(**changes) -> DecoderConfig:
-    fields = {
+def tiny_document(**changes):
+    """A config.json."""
+    return {
         "vocab_size": 50, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-    }  # fmt: skip
-    return DecoderConfig.model_validate(fields | changes)
+        "rope_theta": 10000.0, "model_type": "llama", "dtype": "float32",
+    } | changes  # fmt: skip
+
+
+def tiny_config(**changes) -> DecoderConfig:
+    return config_from_hf(tiny_document(**changes), {})
 
 
 @dataclass
@@ -97,7 +102,7 @@ class CopyingRunner(StubRunner):
 
 def make_artifact(path, config, dtype=torch.float32, extra=(), cache="float32"):
     with create_artifact(path, "export") as draft:
-        tensors = {n: torch.zeros(s, dtype=dtype) for n, s in stored_shapes(config).items()} | dict(extra)
+        tensors = {n: torch.zeros(s, dtype=dtype) for n, s in parameter_shapes(config).items()} | dict(extra)
         write_tensors(draft.path / "weights.safetensors", tensors)
         write_tensors(draft.path / "rope.safetensors", {"cos": torch.zeros(1024, 2)})
         draft.write_json("decoder.json", config.model_dump(mode="json"))

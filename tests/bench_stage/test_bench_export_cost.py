@@ -1,11 +1,11 @@
 import sys
 
 import pytest
-from bench_runner_stubs import tiny_config
+from bench_runner_stubs import tiny_config, tiny_document
 
 from toolchain.bench.export_cost import LLAMA_8B, measure_export, run_cold, write_sparse_checkpoint
 from toolchain.errors import DtoolError
-from toolchain.model.hf import open_checkpoint
+from toolchain.model.checkpoint import open_checkpoint
 
 STUB = """
 import pathlib, sys
@@ -57,6 +57,5 @@ def test_a_sparse_checkpoint_has_the_true_shape_and_no_bytes(tmp_path):
 
 
 def test_any_known_family_can_be_made_sparse(tmp_path):
-    document = tiny_config().model_dump(mode="json", exclude={"rope_scaling", "eos_token_ids"})
-    write_sparse_checkpoint(tmp_path / "tiny", document | {"model_type": "llama"})
+    write_sparse_checkpoint(tmp_path / "tiny", tiny_document())
     assert open_checkpoint(tmp_path / "tiny").config == tiny_config()

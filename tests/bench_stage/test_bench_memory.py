@@ -2,11 +2,12 @@ import json
 
 import pytest
 import torch
-from bench_runner_stubs import make_artifact, tiny_config
+from bench_runner_stubs import make_artifact, tiny_config, tiny_document
 
 from toolchain.bench import memory
+from toolchain.bench.export_cost import stored_shapes
 from toolchain.errors import DtoolError
-from toolchain.model.hf import parameter_shapes, stored_shapes
+from toolchain.model.parameters import parameter_shapes
 from toolchain.recipe import Bench
 from toolchain.tensor_file import write_tensors
 
@@ -15,9 +16,9 @@ TINY_BENCH = Bench(prompt_lens=(4, 8), new_tokens=2)
 
 def write_checkpoint(folder, config):
     folder.mkdir()
-    document = config.model_dump(mode="json", exclude={"rope_scaling", "eos_token_ids"})
-    (folder / "config.json").write_text(json.dumps(document | {"model_type": "llama"}))
-    tensors = {n: torch.rand(s) for n, s in stored_shapes(config).items()}
+    document = tiny_document(tie_word_embeddings=config.tie_word_embeddings)
+    (folder / "config.json").write_text(json.dumps(document))
+    tensors = {n: torch.rand(s) for n, s in stored_shapes(document, config).items()}
     write_tensors(folder / "model.safetensors", tensors)
     return folder
 
@@ -74,3 +75,19 @@ def test_a_child_that_fails_says_why(tmp_path):
     with pytest.raises(DtoolError, match="could not be measured") as caught:
         memory.measure_peak(tmp_path, TINY_BENCH, eager=False)
     assert "schema version" in str(caught.value)
+
+
+def test_of_experts_those_that_the_rows_are_expected_to_choose_are_read():
+    """2 of 8 experts: one row reads a quarter, two rows 1 - (3/4)^2 of them."""
+    step = memory.StepBytes(
+        weight_bytes=100, row_bytes=0, kv_bytes_per_token=0, expert_bytes=800, num_experts=8, experts_per_token=2
+    )
+    assert step.total(1, 10) == pytest.approx(100 + 800 / 4)
+    assert step.total(2, 10) == pytest.approx(100 + 800 * (1 - (3 / 4) ** 2))
+
+
+def test_a_layer_with_a_window_reads_the_window():
+    """Two layers of 10 bytes a token each: one sees 100 tokens, the other 16."""
+    step = memory.StepBytes(weight_bytes=0, row_bytes=0, kv_bytes_per_token=20, windows=(0, 16))
+    assert step.total(1, 100) == pytest.approx(10 * 100 + 10 * 16)
+    assert step.total(1, 8) == pytest.approx(20 * 8)

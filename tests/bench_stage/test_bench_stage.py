@@ -31,7 +31,7 @@ def bench_stubs(tmp_path, monkeypatch):
         monkeypatch.setattr(stage, "measure_bandwidth", lambda *_: 0.001)
         monkeypatch.setattr(stage.os, "getloadavg", lambda: (load, 0, 0))
         small, large = (PeakMemory(peak_bytes=n, anonymous_bytes=n // 10) for n in (100, 200))
-        monkeypatch.setattr(stage, "measure_peak", lambda *_, eager: large if eager else small)
+        monkeypatch.setattr(stage, "measure_peak", lambda *_, eager, **__: large if eager else small)
         timed = functools.partial(compare_runners, clock=clock, pause=clock.pause)
         monkeypatch.setattr(stage, "compare_runners", timed)
         lines = []

@@ -15,7 +15,7 @@ from toolchain.errors import DtoolError
 from toolchain.export.stage import contract_tables, export_checkpoint, export_key
 from toolchain.graph_io import GRAPH_FILES, PHASES, graph_io
 from toolchain.model.config import DecoderConfig
-from toolchain.model.hf import parameter_shapes
+from toolchain.model.parameters import parameter_shapes
 from toolchain.numerics import logit_tolerance
 from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import eager_runner
@@ -246,4 +246,4 @@ def test_manifest_lists_lineage_versions_and_the_cache_layout(exported):
     assert set(document["lineage"]) >= {"checkpoint.tensors", "checkpoint.config.json"}
     assert {"dtool", "torch", "onnx"} <= set(document["versions"])
     assert document["kv_contract"]["layout"] == "batch, kv_heads, capacity, head_dim"
-    assert document["recipe"] == {"compute_dtype": "float32"}
+    assert document["recipe"] == {"compute_dtype": "float32", "context_len": None}

@@ -121,7 +121,7 @@ def test_a_killed_run_leaves_nothing_at_the_output_and_the_next_one_completes(tm
         "import os, sys\n"
         "from pathlib import Path\n"
         "from toolchain.fetch import gguf_checkpoint, models\n"
-        "def half(gguf, folder):\n"
+        "def half(gguf, folder, report):\n"
         "    (folder / 'model.safetensors').write_bytes(b'half'); os._exit(9)\n"
         "gguf_checkpoint.checkpoint_from_gguf = half\n"
         "models.MODELS['tiny'] = models.KnownModel.model_validate_json(sys.argv[1])\n"
@@ -136,7 +136,7 @@ def test_a_killed_run_leaves_nothing_at_the_output_and_the_next_one_completes(tm
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path, tiny_model, monkeypatch):
-    def interrupt(gguf, folder):
+    def interrupt(gguf, folder, report):
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyboardInterrupt
 

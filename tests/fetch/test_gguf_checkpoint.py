@@ -6,7 +6,16 @@ import pytest
 from tiny_gguf import HEADS, KV_HEADS, MERGES, llama_cpp_permute, write_tiny_gguf
 
 from toolchain.errors import DtoolError
-from toolchain.fetch.gguf_checkpoint import checkpoint_from_gguf, undo_rope_permutation
+from toolchain.fetch import gguf_checkpoint, gguf_file
+from toolchain.fetch.gguf_checkpoint import undo_rope_permutation
+from toolchain.model.checkpoint import open_checkpoint
+
+
+def checkpoint_from_gguf(path, folder):
+    """Convert; what was reported."""
+    lines = []
+    gguf_checkpoint.checkpoint_from_gguf(path, folder, lines.append)
+    return lines
 
 
 @pytest.fixture
@@ -130,24 +139,81 @@ def test_equal_files_give_equal_bytes(tiny_gguf, tmp_path):
         assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes(), name
 
 
-def test_other_architectures_and_tokenizers_are_refused(tmp_path, folder):
-    with pytest.raises(DtoolError, match="mamba"):
+def test_an_unknown_architecture_is_refused_naming_the_known(tmp_path, folder):
+    with pytest.raises(DtoolError, match="mamba") as caught:
         checkpoint_from_gguf(write_tiny_gguf(tmp_path / "a.gguf", architecture="mamba").path, folder)
-    with pytest.raises(DtoolError, match="model gpt2 with qwen2"):
-        checkpoint_from_gguf(write_tiny_gguf(tmp_path / "b.gguf", pre="qwen2").path, folder)
+    assert "llama, qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3, phi3" in caught.value.expected
+    assert not list(folder.iterdir())
+
+
+def test_an_unknown_tokenizer_is_left_out_and_it_is_said(tmp_path, folder):
+    lines = checkpoint_from_gguf(write_tiny_gguf(tmp_path / "b.gguf", pre="viking").path, folder)
+    assert [line for line in lines if "model gpt2 with viking" in line]
+    assert not list(folder.glob("tokenizer*"))
+    assert any("no tokenizer.json" in note for note in open_checkpoint(folder).notes)
 
 
 def test_a_missing_tensor_is_named(tmp_path, folder):
     name = "model.layers.1.mlp.up_proj.weight"
-    with pytest.raises(DtoolError, match=name):
+    with pytest.raises(DtoolError, match=f"1 missing: {name} \\(blk.1.ffn_up.weight\\)"):
         checkpoint_from_gguf(write_tiny_gguf(tmp_path / "tiny.gguf", drop=name).path, folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a model", b"GGUF\x03\0\0\0"])
+def test_an_unknown_tensor_is_named(tmp_path, folder):
+    extra = {"blk.0.attn_sinks.weight": np.ones(4, np.float32)}
+    with pytest.raises(DtoolError, match=r"1 unknown: blk\.0\.attn_sinks\.weight"):
+        checkpoint_from_gguf(write_tiny_gguf(tmp_path / "tiny.gguf", extra=extra).path, folder)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"embedding_length": 96}, "has another shape"),
+        ({"feed_forward_length": [96, 96]}, "a positive count for llama.feed_forward_length"),
+        ({"attention.head_count": "four"}, "a positive count for llama.attention.head_count"),
+        ({"attention.layer_norm_rms_epsilon": "small"}, "a number for llama.attention"),
+        ({"rope.scaling.type": "yarn"}, "stretches its rotary frequencies"),
+        ({"split.count": 3}, "one of 3 parts"),
+    ],
+)
+def test_metadata_of_another_model_is_refused(tmp_path, folder, keys, text):
+    with pytest.raises(DtoolError, match=text):
+        checkpoint_from_gguf(write_tiny_gguf(tmp_path / "tiny.gguf", keys=keys).path, folder)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", b"GGUF\x03\0\0\0", b"GGUF\x01\0\0\0" + bytes(20)])
 def test_a_file_that_is_no_gguf_is_refused(tmp_path, folder, content):
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(DtoolError, match="cannot be read"):
         checkpoint_from_gguf(tmp_path / "x.gguf", folder)
+
+
+@pytest.mark.parametrize("keep", [0.02, 0.2, 0.5, 0.999])
+def test_a_cut_file_is_refused_wherever_it_is_cut(tiny_gguf, tmp_path, folder, keep):
+    data = tiny_gguf.path.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(data[: int(keep * len(data))])
+    with pytest.raises(DtoolError, match=r"cut\.gguf cannot be read"):
+        checkpoint_from_gguf(tmp_path / "cut.gguf", folder)
+    assert not list(folder.iterdir())
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tiny_gguf, folder, monkeypatch):
+    full = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(gguf_checkpoint.shutil, "disk_usage", lambda path: full)
+    with pytest.raises(DtoolError, match="no room to unpack"):
+        checkpoint_from_gguf(tiny_gguf.path, folder)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_pieces_of_any_size_give_the_same_file(tmp_path, folder, tied, monkeypatch):
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", tied=tied, quantized="model.layers.0.mlp.up_proj.weight").path
+    checkpoint_from_gguf(path, folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    monkeypatch.setattr(gguf_file, "PIECE_ELEMENTS", 200)  # some three rows
+    checkpoint_from_gguf(path, folder)
+    assert (folder / "model.safetensors").read_bytes() == whole
 
 
 def test_importing_the_module_loads_no_heavy_package():

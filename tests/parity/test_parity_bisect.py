@@ -30,7 +30,7 @@ def test_a_good_export_has_no_divergence(exported, eager):
         ("model.layers.0.self_attn.qkv_proj.weight", swap_rows, "layers.0.qkv_proj", "layout"),
         ("model.layers.1.self_attn.qkv_proj.weight", scale_row, "layers.1.qkv_proj", "scale"),
         ("model.layers.1.self_attn.qkv_proj.weight", spoil_row, "layers.1.qkv_proj", "weights"),
-        ("model.layers.0.self_attn.o_proj.weight", spoil_row, "layers.0.after_attention", "weights"),
+        ("model.layers.0.self_attn.o_proj.weight", spoil_row, "layers.0.o_proj", "weights"),
         ("model.layers.1.mlp.down_proj.weight", spoil_row, "layers.1.output", "weights"),
         ("lm_head.weight", spoil_row, "logits", "weights"),
         ("model.embed_tokens.weight", lambda w: w.bfloat16(), "embedding", "cast"),

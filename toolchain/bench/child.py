@@ -1,4 +1,4 @@
-"""`python -m toolchain.bench.child PATH BENCH_JSON artifact|eager`: one side alone, for its peak memory.
+"""`python -m toolchain.bench.child PATH BENCH_JSON artifact|eager [CONTEXT_LEN]`: one side alone, for its peak memory.
 
 Prints one line of JSON, a `memory.PeakMemory`. Internal to `dtool bench`.
 """
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     path, bench, side = Path(arguments[0]), Bench.model_validate_json(arguments[1]), arguments[2]
     longest = bench.model_copy(update={"prompt_lens": (max(bench.prompt_lens),)})
     try:
-        runner = _open(path, bench, side)
+        runner = _open(path, bench, side, int(arguments[3]) if any(arguments[3:]) else None)
         check_cases(runner, longest)
         case = new_case(runner, make_prompts(runner.config.vocab_size, longest)[0], longest.new_tokens)
         generate_timed(case, lambda: 0.0)
@@ -30,13 +30,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _open(path: Path, bench: Bench, side: str) -> Runner:
+def _open(path: Path, bench: Bench, side: str, context_len: int | None) -> Runner:
     if side == "artifact":
         runner = open_runner(path, threads=bench.threads)
         prepare(runner)
         return runner
     use_threads(bench.threads)
-    return eager_runner(path)
+    return eager_runner(path, context_len=context_len)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from typing import Any
 
 from toolchain.bench import measured
 from toolchain.errors import DtoolError
-from toolchain.model.hf import config_from_hf, stored_shapes
+from toolchain.model.config import DecoderConfig
+from toolchain.model.hf import config_from_hf, stored_parts
 from toolchain.report import Page, Table
 from toolchain.tensor_file import build_header
 
@@ -101,13 +102,19 @@ def write_sparse_checkpoint(folder: Path, config_dict: Mapping[str, Any]) -> int
     family dtool knows; its dtype is that of the weights. No tokenizer.
     """
     config = config_from_hf(dict(config_dict), {})
-    header, ranges = build_header({n: (config.dtype, s) for n, s in stored_shapes(config).items()})
+    header, ranges = build_header({n: (config.dtype, s) for n, s in stored_shapes(config_dict, config).items()})
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dict(config_dict), indent=2) + "\n", "utf-8")
     with (folder / "model.safetensors").open("wb") as stream:
         stream.write(header)
         stream.truncate(max(offset + length for offset, length in ranges.values()))
     return sum(length for _, length in ranges.values())
+
+
+def stored_shapes(document: Mapping[str, Any], config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint with this config.json must hold."""
+    parts = stored_parts(dict(document), config).values()
+    return {name: shape for stored in parts for name, shape in zip(stored.names, stored.shapes, strict=True)}
 
 
 def cost_page(cost: Mapping[str, Any]) -> Page:

@@ -215,7 +215,7 @@ def check_engine(folder: Path, clock: Callable[[], float] = time.perf_counter) -
     runner: Any = open_runner(folder)
     prepare(runner)
     limits, config = getattr(runner, "limits", Limits()), runner.config
-    room = (limits.capacity or config.max_position_embeddings) - NEW_TOKENS - 1
+    room = (limits.capacity or config.context_len) - NEW_TOKENS - 1
     tokens = min(PROMPT, limits.max_prompt or PROMPT, room)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, tokens), np.int64)
     whole, stepped = _last_logits(runner, ids, 0), _last_logits(runner, ids, min(CONSISTENCY_STEPS, tokens - 1))

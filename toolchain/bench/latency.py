@@ -216,7 +216,7 @@ def capacity_for(runner: Runner, tokens: int) -> int:
 def largest_capacity(runner: Runner) -> int:
     """The most slots a runner's cache can have."""
     limits = getattr(runner, "limits", Limits())
-    return min(limits.capacity or runner.config.max_position_embeddings, runner.config.max_position_embeddings)
+    return min(limits.capacity or runner.config.context_len, runner.config.context_len)
 
 
 def check_cases(runner: Runner, bench: Bench) -> None:

@@ -4,6 +4,7 @@ Decode is bound by memory: each step reads every weight once, for the whole batc
 cache. With W weight bytes, k cache bytes per token, B rows at a context of c tokens:
 
     bytes per step = W + B (k c + row)             row: one embedding row, when the head has its own matrix
+                                                   of n experts those that the rows choose; within a window its tokens
     MBU = bytes per step / TPOT / bandwidth        (arXiv 2402.16363, section 2: the roofline of decode)
 
 W is what the *files* hold, in their storage format: a runtime that keeps widened or repeated copies
@@ -34,7 +35,7 @@ from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS
 from toolchain.model.config import DecoderConfig
-from toolchain.model.hf import EMBEDDING, HEAD, parameter_shapes
+from toolchain.model.parameters import EMBEDDING, HEAD, parameter_shapes
 from toolchain.recipe import Bench
 from toolchain.tensor_file import TensorEntry, read_header
 
@@ -59,15 +60,26 @@ class PeakMemory(pydantic.BaseModel, frozen=True, extra="forbid"):
 
 
 class StepBytes(pydantic.BaseModel, frozen=True, extra="forbid"):
-    """What one decode step reads: all weights once, and per row a cache of `kv_bytes_per_token` each token."""
+    """What one decode step reads: all weights once, and per row a cache of `kv_bytes_per_token` each token.
+
+    Of `expert_bytes`, which are not among the weights, the part that `batch` tokens are expected to
+    choose; of the cache, the last tokens alone in layers with a window (`windows`, one per layer).
+    """
 
     weight_bytes: int
     row_bytes: int
     kv_bytes_per_token: int
+    expert_bytes: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    windows: tuple[int, ...] = ()
 
     def total(self, batch: int, context: float) -> float:
         """Bytes per step of `batch` rows that have `context` tokens each."""
-        return self.weight_bytes + batch * (self.row_bytes + self.kv_bytes_per_token * context)
+        unread = (1 - self.experts_per_token / self.num_experts) ** batch if self.num_experts else 0.0
+        seen = [min(window or context, context) for window in self.windows] or [context]
+        cache = self.kv_bytes_per_token * sum(seen) / len(seen)
+        return self.weight_bytes + self.expert_bytes * (1 - unread) + batch * (self.row_bytes + cache)
 
 
 def use_threads(threads: int) -> int:
@@ -127,14 +139,24 @@ def eager_step_bytes(config: DecoderConfig) -> StepBytes:
 
 
 def _step_bytes(lengths: dict[str, int], config: DecoderConfig, cache_bytes: int) -> StepBytes:
-    total = sum(lengths.values())
+    experts = sum(length for name, length in lengths.items() if ".experts." in name)
+    total = sum(lengths.values()) - experts
     row = 0
     if HEAD in lengths:
         # The scales of a quantized embedding are looked up with its rows.
         lookup = sum(length for name, length in lengths.items() if name.startswith(EMBEDDING))
         total, row = total - lookup, lookup // config.vocab_size
     kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * cache_bytes
-    return StepBytes(weight_bytes=total, row_bytes=row, kv_bytes_per_token=kv)
+    windows = tuple(config.layer(i).window for i in range(config.num_hidden_layers))
+    return StepBytes(
+        weight_bytes=total,
+        row_bytes=row,
+        kv_bytes_per_token=kv,
+        expert_bytes=experts,
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts_per_tok,
+        windows=windows if any(windows) else (),
+    )
 
 
 def bandwidth_utilization(
@@ -148,13 +170,16 @@ def bandwidth_utilization(
     return step.total(batch, context) / (tpot_ms / 1e3) / (bandwidth_gb_s * 1e9)
 
 
-def measure_peak(path: Path, bench: Bench, *, eager: bool) -> PeakMemory:
+def measure_peak(path: Path, bench: Bench, *, eager: bool, context_len: int | None = None) -> PeakMemory:
     """Peak memory of a process that opens `path` and generates at the longest prompt length.
+
+    `context_len`: positions that a checkpoint is opened for.
 
     Raises DtoolError with the process's last words when it fails.
     """
     settings = bench.model_dump_json()
-    command = [sys.executable, "-m", "toolchain.bench.child", str(path), settings, "eager" if eager else "artifact"]
+    side = ("eager", str(context_len or "")) if eager else ("artifact",)
+    command = [sys.executable, "-m", "toolchain.bench.child", str(path), settings, *side]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False)  # noqa: S603 - our own module
     if done.returncode != 0:
         raise DtoolError(

@@ -124,12 +124,13 @@ def bench_artifact(
     }
     measured = compare_runners(runners, bench, report=report)
     names = {name: runner.name for name, runner in runners.items()}
+    context_len = runners["engine"].config.context_len
     del runners  # their memory must not press on the measurements that follow
     bandwidth = max(before_gb_s, measure_bandwidth(device))  # other load can only lower it
     report(f"memory bandwidth {bandwidth:.1f} GB/s with {threads} threads")
     sides: dict[str, Side] = {}
     for name, path in zip(SIDES, (candidate, model), strict=True):
-        peak = measure_peak(path, bench, eager=name == "eager")
+        peak = measure_peak(path, bench, eager=name == "eager", context_len=context_len)
         report(f"{name}: peak memory {peak.peak_bytes / 1e6:.0f} MB")
         sides[name] = _side(
             names[name], load_ms[name], measured[name], peak=peak, step=step_bytes[name], bandwidth_gb_s=bandwidth
@@ -142,7 +143,9 @@ def _open_both(candidate: Path, model: Path, threads: int) -> tuple[dict[str, Ru
     runners: dict[str, Runner] = {}
     openers: dict[str, Callable[[], Runner]] = {
         "engine": lambda: open_runner(candidate, threads=threads),
-        "eager": lambda: eager_runner(model, getattr(runners["engine"], "torch_device", "cpu")),
+        "eager": lambda: eager_runner(
+            model, getattr(runners["engine"], "torch_device", "cpu"), runners["engine"].config.context_len
+        ),
     }
     load_ms: dict[str, float] = {}
     for name, opener in openers.items():

@@ -30,14 +30,17 @@ from toolchain.engine.linears import Linear, find_linears
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES, Phase, external_initializer
 from toolchain.model.config import DecoderConfig
+from toolchain.model.positions import rope_table_names
 from toolchain.numerics import INT8_QMAX
-from toolchain.ops.function_body import OP_TYPE
+from toolchain.ops.function_body import DOMAIN, OP_TYPE, SCALE_INPUTS
 from toolchain.processor import probe_integer_products
 from toolchain.tensor_file import TensorEntry, build_header, read_header, read_tensor, tensor_bytes, write_stream
 
 WEIGHTS, ROPE = "weights.safetensors", "rope.safetensors"
 MICROSOFT = "com.microsoft"
 SECOND_DIGIT = 254.0
+ROTARY_STEP = 16
+"""GroupQueryAttention itself rotates a multiple of this many dims."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,8 @@ def _rewrite(path: Path, phase: Phase, shared: RewrittenGraphs) -> ir.Model:
                 name, StoredTensor(entry.dtype, entry.shape, functools.partial(read_tensor, entry))
             )
     model.graph.opset_imports[MICROSOFT] = 1
-    model.graph.opset_imports.pop("dtool", None)
+    if all(node.domain != DOMAIN for node in model.graph):
+        model.graph.opset_imports.pop(DOMAIN, None)
     return model
 
 
@@ -123,6 +127,7 @@ class _Rewriter:
         self.position: ir.Node = next(iter(graph))
         self.values = {str(v.name): v for v in graph.inputs}
         self.count = 0
+        self.positions: ir.Value | None = None
 
     # ---- building blocks ----
 
@@ -188,6 +193,7 @@ class _Rewriter:
         Integer codes are gathered before they are dequantized, never the whole matrix.
         """
         for node in [n for n in self.graph if n.op_type == "Gather" and n.domain == ""]:
+            # position tables are read as they are
             table, ids = node.inputs[0], node.inputs[1]
             assert table is not None
             dequantize = table.producer()
@@ -200,7 +206,7 @@ class _Rewriter:
                 rows = self._integer_rows(codes, scale, ids)
             else:
                 continue
-            ir.convenience.replace_all_uses_with(node.outputs[0], rows)
+            self._replace(node.outputs[0], rows)
 
     def _columns(self, name: str, ids: ir.Value | None) -> ir.Value:
         return self.op("Transpose", self.op("Gather", self.matrix(name), ids, axis=1), perm=[1, 2, 0])
@@ -234,11 +240,12 @@ class _Rewriter:
         self._replace(linear.output, output)
 
     def _replace(self, old: ir.Value, new: ir.Value) -> None:
+        """Put `new` in the place of `old`, under its name."""
+        name, old.name = old.name, f"{old.name}_replaced"
+        new.name = name
         if old in self.graph.outputs:
-            index = self.graph.outputs.index(old)
-            name, new.type, new.shape = old.name, old.type, old.shape
-            old.name, new.name = f"{name}_replaced", name
-            self.graph.outputs[index] = new
+            new.type, new.shape = old.type, old.shape
+            self.graph.outputs[self.graph.outputs.index(old)] = new
         ir.convenience.replace_all_uses_with(old, new)
 
     def _one_digit_product(self, x: ir.Value, weight: ir.Value, scales: ir.Value) -> ir.Value:
@@ -306,26 +313,67 @@ class _Rewriter:
             self._group_query(node, last32, total32, new32)
 
     def _group_query(self, node: ir.Node, last: ir.Value, total: ir.Value, new: ir.Value) -> None:
-        packed, cos, sin, _, key, value, *scales = node.inputs
-        attributes = {name: node.attributes[name].as_int() for name in ("num_heads", "num_kv_heads")}
-        extra: dict[str, object] = {}
-        wide = [self._wide_scale(str(s.name)) for s in scales if s is not None]
+        packed, cos, sin, past, key, value, *rest = node.inputs
+        spec = {name: attribute.value for name, attribute in node.attributes.items()}
+        quantized = spec["cache_format"] != "none"
+        scales, norms = rest[: len(SCALE_INPUTS) * quantized], rest[len(SCALE_INPUTS) * quantized :]
+        extra: dict[str, object] = {"softcap": spec["softcap"]} if spec["softcap"] else {}
+        if spec["window"]:
+            extra["local_window_size"] = spec["window"]
+        wide = [self._wide_scale(str(scale.name)) for scale in scales if scale is not None]
         if wide:
-            extra = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+            extra |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+        assert packed is not None
+        assert cos is not None
+        turns = cos.name != rope_table_names("no_rope")[0]
+        inside = turns and spec["rotary_dim"] % ROTARY_STEP == 0
+        outside = (cos, sin, past) if turns and not inside else ()
+        if norms or outside:
+            packed = self._prepared(packed, norms, outside, spec)
         outputs = self.op(
             "GroupQueryAttention",
-            packed, None, None, key, value, last, total, cos, sin, None, None, None,
+            packed, None, None, key, value, last, total,
+            *((cos, sin) if inside else (None, None)), None, None, None,
             *(wide or (None, None)), None, None, new,
             domain=MICROSOFT,
             outputs=3,
-            num_heads=attributes["num_heads"],
-            kv_num_heads=attributes["num_kv_heads"],
-            do_rotary=1,
-            scale=node.attributes["scale"].as_float(),
+            num_heads=spec["num_heads"],
+            kv_num_heads=spec["num_kv_heads"],
+            do_rotary=int(inside),
+            rotary_interleaved=spec["interleaved"],
+            scale=spec["scale"],
             **extra,
         )  # fmt: skip
         for old, replacement in zip(node.outputs, outputs, strict=True):
             self._replace(old, replacement)
+
+    def _prepared(self, packed: ir.Value, norms: list[Any], rope: tuple[Any, ...], spec: dict[str, Any]) -> ir.Value:
+        """The packed projection with every query and key head normed and turned: what GroupQueryAttention cannot."""
+        heads, kv_heads, dim = spec["num_heads"], spec["num_kv_heads"], spec["head_dim"]
+        shape = self.constant("heads", np.array([0, 0, heads + 2 * kv_heads, dim], np.int64))
+        sizes = self.constant("packed", np.array([heads, kv_heads, kv_heads], np.int64))
+        *ready, values = self.op("Split", self.op("Reshape", packed, shape), sizes, outputs=3, axis=2)
+        if norms:
+            pairs = zip(ready, norms, strict=True)
+            ready = [self.op("RMSNormalization", x, w, axis=-1, epsilon=spec["qk_norm_eps"]) for x, w in pairs]
+        if rope:
+            ready = [self._turned(x, rope, spec) for x in ready]
+        flat = self.constant("flat", np.array([0, 0, -1], np.int64))
+        return self.op("Reshape", self.op("Concat", *ready, values, axis=2), flat)
+
+    def _turned(self, x: ir.Value, rope: tuple[Any, ...], spec: dict[str, Any]) -> ir.Value:
+        """Heads [batch, T, heads, head_dim] rotated by their positions; `rope`: both tables and the past lengths."""
+        cos, sin, past = rope
+        if self.positions is None:
+            zero, one = (self.constant(f"{n}_int64", np.array(i, np.int64)) for i, n in enumerate(("zero", "one")))
+            tokens = self.op("Squeeze", self.op("Shape", x, start=1, end=2))
+            column = self.op("Unsqueeze", past, self.constant("axis_1", np.array([1], np.int64)))
+            self.positions = self.op("Add", column, self.op("Range", zero, tokens, one))
+        rotary = spec["rotary_dim"] if spec["rotary_dim"] < spec["head_dim"] else 0  # 0: the whole head
+        major = self.op("Transpose", x, perm=[0, 2, 1, 3])
+        attributes = {"interleaved": spec["interleaved"], "rotary_embedding_dim": rotary}
+        turned = self.op("RotaryEmbedding", major, cos, sin, self.positions, **attributes)
+        return self.op("Transpose", turned, perm=[0, 2, 1, 3])
 
     def _wide_scale(self, name: str) -> ir.Value:
         entry, dim = self.shared.source[name], self.shared.config.head_dim

@@ -94,12 +94,12 @@ def _check_libraries(engine: Engine, plugin_libraries: Sequence[Path]) -> None:
 
 
 def _check_sizes(engine: Engine, config: DecoderConfig) -> None:
-    if engine.kv_capacity > config.max_position_embeddings:
+    if engine.kv_capacity > config.context_len:
         raise DtoolError(
             "the cache is longer than the model's positions",
-            expected=f"engine.kv_capacity of at most {config.max_position_embeddings} (max_position_embeddings)",
+            expected=f"engine.kv_capacity of at most {config.context_len} (context_len)",
             found=str(engine.kv_capacity),
-            fix=f"--set engine.kv_capacity={config.max_position_embeddings}",
+            fix=f"--set engine.kv_capacity={config.context_len}",
         )
     if engine.prompt_len.max > engine.kv_capacity:
         raise DtoolError(

@@ -7,8 +7,8 @@ from pathlib import Path
 from toolchain.artifact import Artifact, check_output, create_artifact, hash_file, open_artifact, stage_key
 from toolchain.export.weights import checkpoint_identity, write_weights
 from toolchain.graph_io import CACHE_LAYOUT, GRAPH_FILES, PHASES, external_initializer, graph_io
-from toolchain.model.config import MERGED, DecoderConfig
-from toolchain.model.hf import Checkpoint, open_checkpoint
+from toolchain.model.checkpoint import Checkpoint, open_checkpoint
+from toolchain.model.config import DecoderConfig
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
 
@@ -25,7 +25,7 @@ def export_checkpoint(
     Raises DtoolError before any work when the checkpoint is not one, or when `out` exists.
     """
     check_output(out, force=force, source=source)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, recipe.context_len)
     for note in checkpoint.notes:
         report(f"note: {note}")
     with create_artifact(out, STAGE, force=force) as draft:
@@ -43,14 +43,14 @@ def export_checkpoint(
         draft.details = {
             "source_dtype": checkpoint.config.dtype,
             "compute_dtype": recipe.compute_dtype,
-            "merged": {name: list(parts) for name, parts in MERGED.items()},
+            "stored_names": stored_names(checkpoint),
         }
     return open_artifact(out, (STAGE,), check_hashes=False)
 
 
 def export_key(source: Path, recipe: Recipe) -> str:
     """The key an export of `source` would carry, to see whether a finished one can be reused."""
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, recipe.context_len)
     return stage_key(STAGE, lineage(checkpoint, checkpoint_identity(checkpoint)), recipe.sections(STAGE), PACKAGES)
 
 
@@ -58,6 +58,18 @@ def lineage(checkpoint: Checkpoint, weights_sha256: str) -> dict[str, str]:
     """Digests of everything the export reads: the tensors, the config and the tokenizer's files."""
     files = [checkpoint.path / "config.json", *checkpoint.tokenizer_files]
     return {"checkpoint.tensors": weights_sha256} | {f"checkpoint.{p.name}": hash_file(p) for p in files}
+
+
+def stored_names(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """What the checkpoint calls each parameter, for layer 0 alone of the layers that are alike."""
+    config = checkpoint.config
+    kinds = [config.layer(i).experts for i in range(config.num_hidden_layers)]
+    shown = {str(kinds.index(kind)) for kind in set(kinds)}
+    return {
+        name: list(parameter.names)
+        for name, parameter in checkpoint.parameters.items()
+        if not name.startswith("model.layers.") or name.split(".")[2] in shown
+    }
 
 
 def kv_contract(config: DecoderConfig, cache_dtype: str) -> dict[str, object]:
@@ -77,12 +89,11 @@ def write_graphs(folder: Path, config: DecoderConfig, compute_dtype: str, entrie
     """Trace the decoder once and write the graph of every phase, all pointing into the data files."""
     import onnx_ir as ir
 
-    from toolchain.export.onnx_export import ROPE_INITIALIZERS, build_graph, trace_decoder
-    from toolchain.model.rope import rope_tables
+    from toolchain.export.onnx_export import build_graph, trace_decoder
+    from toolchain.model.positions import position_tables
     from toolchain.tensor_file import write_tensors
 
-    tables: dict[str, object] = dict(zip(ROPE_INITIALIZERS, rope_tables(config), strict=True))
-    entries = entries | write_tensors(folder / ROPE, tables)
+    entries = entries | write_tensors(folder / ROPE, position_tables(config))
     initializers = {name: external_initializer(name, e).const_value for name, e in entries.items()}
     traced = trace_decoder(config, compute_dtype)
     for phase in PHASES:

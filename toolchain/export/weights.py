@@ -9,7 +9,7 @@ import numpy as np
 
 from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS, format_named
-from toolchain.model.hf import Checkpoint, part_names
+from toolchain.model.checkpoint import Checkpoint, Parameter
 from toolchain.tensor_file import (
     Chunk,
     TensorEntry,
@@ -17,6 +17,7 @@ from toolchain.tensor_file import (
     hash_zeros,
     read_chunks,
     read_header,
+    read_tensor,
     tensor_bytes,
     write_stream,
 )
@@ -41,9 +42,10 @@ def checkpoint_identity(checkpoint: Checkpoint) -> str:
     """
     header, _ = build_header({n: (p.dtype, p.shape) for n, p in checkpoint.parameters.items()})
     digest = hashlib.sha256(header)
-    for _, entry in _parts(checkpoint):
-        for chunk in read_chunks(entry):
-            _update(digest, chunk)
+    for parameter in checkpoint.parameters.values():
+        for entry in parameter.parts:
+            for chunk in read_chunks(entry):
+                _update(digest, chunk)
     return digest.hexdigest()
 
 
@@ -55,21 +57,17 @@ def write_weights(checkpoint: Checkpoint, compute_dtype: str, path: Path) -> Wri
     """
     target = format_named(compute_dtype)
     header, _ = build_header({n: (target.name, p.shape) for n, p in checkpoint.parameters.items()})
-    converts = any(e.dtype != target.name for _, e in _parts(checkpoint))
+    parameters = checkpoint.parameters.values()
+    converts = any(p.arrange is not None or any(e.dtype != target.name for e in p.parts) for p in parameters)
     if not converts:
-        chunks = (chunk for name, entry in _parts(checkpoint) for chunk in _finite_chunks(name, entry))
+        named = ((name, entry) for p in parameters for name, entry in zip(p.names, p.parts, strict=True))
+        chunks = (chunk for name, entry in named for chunk in _finite_chunks(name, entry))
         digest = write_stream(path, header, chunks)
         return WrittenWeights(read_header(path), digest, digest)
     source_header, _ = build_header({n: (p.dtype, p.shape) for n, p in checkpoint.parameters.items()})
     source = hashlib.sha256(source_header)
     digest = write_stream(path, header, _converted(checkpoint, target.name, source))
     return WrittenWeights(read_header(path), digest, source.hexdigest())
-
-
-def _parts(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorEntry]]:
-    """Every stored tensor under its checkpoint name; rows of a merged matrix follow one another."""
-    for name, parameter in checkpoint.parameters.items():
-        yield from zip(part_names(name), parameter.parts, strict=True)
 
 
 def _finite_chunks(name: str, entry: TensorEntry) -> Iterator[Chunk]:
@@ -99,17 +97,35 @@ def _require_finite(name: str, chunk: bytes | memoryview, dtype: str) -> None:
 
 
 def _converted(checkpoint: Checkpoint, target: str, source: "hashlib._Hash") -> Iterator[Chunk]:
-    for name, entry in _parts(checkpoint):
-        for chunk in read_chunks(entry, holes=False):
-            _update(source, chunk)
-            yield chunk if entry.dtype == target else _convert(name, bytes(chunk), entry.dtype, target)
+    for parameter in checkpoint.parameters.values():
+        if parameter.arrange is not None:
+            yield from _arranged(parameter, target, source)
+            continue
+        for name, entry in zip(parameter.names, parameter.parts, strict=True):
+            for chunk in read_chunks(entry, holes=False):
+                _update(source, chunk)
+                yield _converted_chunk(name, chunk, entry.dtype, target)
+
+
+def _arranged(parameter: Parameter, target: str, source: "hashlib._Hash") -> Iterator[Chunk]:
+    """A parameter whose rows lie otherwise in the checkpoint: read whole, put in order."""
+    assert parameter.arrange is not None
+    (entry,) = parameter.parts
+    stored = read_tensor(entry)
+    _update(source, tensor_bytes(stored))
+    yield _converted_chunk(parameter.names[0], tensor_bytes(parameter.arrange(stored)), entry.dtype, target)
+
+
+def _converted_chunk(name: str, chunk: Chunk, source: str, target: str) -> Chunk:
+    assert not isinstance(chunk, int)
+    _require_finite(name, chunk, source)
+    return chunk if source == target else _convert(name, bytes(chunk), source, target)
 
 
 def _convert(name: str, chunk: bytes, source: str, target: str) -> Chunk:
     import torch
 
     values = torch.frombuffer(bytearray(chunk), dtype=FORMATS[source].torch_dtype)
-    _require_finite(name, chunk, source)
     converted = values.to(FORMATS[target].torch_dtype)
     if not bool(torch.isfinite(converted).all()):
         worst = float(values.abs().max())

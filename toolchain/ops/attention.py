@@ -22,6 +22,7 @@ Legend: B batch, T new tokens, C capacity, H query heads, K KV heads, D head dim
 seen, G query heads of a KV head, R = G * T, N = (H + 2 K) D packed width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -167,14 +168,18 @@ def fused_attention(
     past_lengths: torch.Tensor,
     past_key: torch.Tensor,
     past_value: torch.Tensor,
+    norms: Sequence[torch.Tensor],
     num_heads: int,
     num_kv_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The op as the exporter sees it: output and both caches after the write. Shapes alone: never computed."""
+    """The op as the exporter sees it: output and both caches after the write. Shapes alone: never computed.
+
+    `norms`: the weights of QK-norm for q and k, or none.
+    """
     raise NotImplementedError("fused_attention is traced, not run: attend_in_place computes it")
 
 
 @fused_attention.register_fake
-def _shapes(qkv, cos, sin, past_lengths, past_key, past_value, num_heads, num_kv_heads):  # noqa: ANN001, ANN202, ARG001
+def _shapes(qkv, cos, sin, past_lengths, past_key, past_value, norms, num_heads, num_kv_heads):  # noqa: ANN001, ANN202, ARG001
     width = qkv.shape[-1] // (num_heads + 2 * num_kv_heads) * num_heads
     return qkv.new_empty(*qkv.shape[:2], width), torch.empty_like(past_key), torch.empty_like(past_value)

@@ -1,12 +1,16 @@
-"""The attention op as a model-local ONNX function of standard operators (opset 24).
+"""The ops as model-local ONNX functions of standard operators (opset 24): attention, and experts.
 
 The very file that goes to TensorRT carries this body, so it also runs in ONNX Runtime and passes
 the checker. Rules learnt the hard way: an explicit mask (ONNX `is_causal` aligns to the upper left
 once a cache is there); one output per Attention; formal names with a prefix of their own; as many
 inputs on the node as the function has; sizes baked in, since a Reshape target cannot be an
 attribute. The poison guard keeps whatever lies in slots beyond the valid length out of the
-products (0 * NaN is NaN).
+products (0 * NaN is NaN). Layers of one model differ in their window alone, which the body reads from
+its node, so one function serves all of them.
 """
+
+from collections.abc import Collection
+from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
@@ -105,8 +109,11 @@ _MASK = """
   fa_{causal} = LessOrEqual (fa_slots, fa_query_positions)
 """
 
+# window 0 sees everything: no slot is further away than the capacity
 _WINDOW = """
-  fa_window = Constant <value_int={window}> ()
+  fa_asked_window = Constant <value_int: int = @window> ()
+  fa_everything = Equal (fa_asked_window, fa_zero)
+  fa_window = Where (fa_everything, fa_capacity, fa_asked_window)
   fa_window_start = Sub (fa_query_positions, fa_window)
   fa_in_window = Greater (fa_slots, fa_window_start)
   fa_mask = And (fa_causal, fa_in_window)
@@ -125,8 +132,14 @@ def input_names(spec: AttentionSpec) -> tuple[str, ...]:
     return (*INPUTS, *(SCALE_INPUTS if spec.quantized else ()), *(NORM_INPUTS if spec.qk_norm else ()))
 
 
-def function_body(spec: AttentionSpec, *, poison_guard: bool = True) -> onnx.FunctionProto:
-    """The op for one model. Without `poison_guard` the caches must be finite in every slot."""
+def function_body(
+    spec: AttentionSpec, *, windowed: bool | None = None, poison_guard: bool = True
+) -> onnx.FunctionProto:
+    """The op for one model. Without `poison_guard` the caches must be finite in every slot.
+
+    `windowed`: whether some node has a window; by default whether this spec has one.
+    """
+    windowed = bool(spec.window) if windowed is None else windowed
     sizes = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads, "dim": spec.head_dim}
     body = _POSITIONS + _UNPACKED.format(**sizes, all_heads=spec.num_heads + 2 * spec.num_kv_heads)
     for x in ("q", "k"):
@@ -143,16 +156,17 @@ def function_body(spec: AttentionSpec, *, poison_guard: bool = True) -> onnx.Fun
     if poison_guard:
         body += _GUARD.format(key=key, value=value)
         key, value = "fa_keys", "fa_values"
-    body += _MASK.format(causal="causal" if spec.window else "mask")
-    if spec.window:
-        body += _WINDOW.format(window=spec.window)
+    body += _MASK.format(causal="causal" if windowed else "mask")
+    if windowed:
+        body += _WINDOW
     softcap = f", softcap={_float(spec.softcap)}" if spec.softcap else ""
     width = spec.num_heads * spec.head_dim
     body += _ATTEND.format(scale=_float(spec.scale), softcap=softcap, keys=key, values=value, width=width)
     formals = ", ".join(f"fa_{name}" for name in input_names(spec))
+    attributes = " <window>" if windowed else ""
     return onnx.parser.parse_function(
         f'<opset_import: ["" : {OPSET}], domain: "{DOMAIN}">\n'
-        f"{OP_TYPE} ({formals}) => (fa_out, fa_present_key, fa_present_value) {{{body}}}"
+        f"{OP_TYPE}{attributes} ({formals}) => (fa_out, fa_present_key, fa_present_value) {{{body}}}"
     )
 
 
@@ -160,6 +174,13 @@ def _float(value: float) -> str:
     """A float as the parser of ONNX text reads one: a whole number keeps its point."""
     text = f"{value:.9g}"
     return text if any(mark in text for mark in ".e") else f"{text}.0"
+
+
+def attention_function(specs: Collection[AttentionSpec], *, poison_guard: bool = True) -> onnx.FunctionProto:
+    """The one body for all attention nodes of a model, whose specs differ in their window alone."""
+    alike = {replace(spec, window=0) for spec in specs}
+    assert len(alike) == 1, alike
+    return function_body(alike.pop(), windowed=any(spec.window for spec in specs), poison_guard=poison_guard)
 
 
 def node_attributes(spec: AttentionSpec) -> list[ir.Attr]:

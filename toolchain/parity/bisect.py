@@ -18,14 +18,14 @@ Legend: B batch, T new tokens, I or O channels, H heads, D head dim, N positions
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from toolchain.artifact import Artifact
-from toolchain.graph_io import GRAPH_FILES
+from toolchain.graph_io import GRAPH_FILES, OUTPUT, PROJECTED, layer_value
 from toolchain.model.config import MERGED, DecoderConfig
 from toolchain.model.decoder import Decoder
 from toolchain.numerics import logit_tolerance
@@ -41,7 +41,7 @@ GROWTH_FLOOR = 1e-2
 """Errors below it are what rounded weights cost anywhere."""
 HALF_PRECISION = (2.0**-13, 2.0**-6)
 """Relative errors that rounding to float16 or bfloat16 leaves."""
-PARTS = ("qkv_proj", "attention", "after_attention", "output")
+PARTS = ("qkv_proj", "attention", PROJECTED, OUTPUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def run_probes(artifact: Artifact, decoder: Decoder, cache_format: str) -> list[
     """Every tensor of the walk, from both sides, in the order of computation."""
     config = decoder.config
     chunks = np.random.default_rng(0).integers(0, config.vocab_size, (2, ROWS, CHUNK), np.int64)
-    chunks = chunks[..., : min(CHUNK, config.max_position_embeddings // 2)]
+    chunks = chunks[..., : min(CHUNK, config.context_len // 2)]
     places = graph_places(artifact, config)
     values = list(dict.fromkeys(places.values()))
     session = _instrumented_session(artifact, values)
@@ -141,8 +141,7 @@ def relative_error(ours: Array, theirs: Array) -> float:
 def graph_places(artifact: Artifact, config: DecoderConfig) -> dict[str, str]:
     """{tensor: value name in the evaluation graph}, in the order of computation.
 
-    Found by structure: the input and the output of each layer's attention node, and the layer's
-    first and last residual sum.
+    The input and the output of each layer's attention node, its projection, and what the layer hands on.
     """
     import onnx
 
@@ -151,8 +150,8 @@ def graph_places(artifact: Artifact, config: DecoderConfig) -> dict[str, str]:
     embedding = next(node for node in graph.node if node.op_type == "Gather" and "input_ids" in node.input)
     places = {"embedding": embedding.output[0]}
     for i in range(config.num_hidden_layers):
-        sums = [n.output[0] for n in graph.node if n.op_type == "Add" and n.output[0].startswith(f"layers.{i}.add")]
-        values = (attention[i].input[0], attention[i].output[0], sums[0], sums[-1])
+        named = (layer_value(i, PROJECTED), layer_value(i, OUTPUT))
+        values = (attention[i].input[0], attention[i].output[0], *named)
         places |= {f"layers.{i}.{part}": value for part, value in zip(PARTS, values, strict=True)}
     return places | {"logits": "logits"}
 
@@ -183,10 +182,10 @@ def _run_decoder(decoder: Decoder, cache_format: str, chunks: Array) -> list[dic
     handles = [decoder.model.embed_tokens.register_forward_hook(keep_output("embedding"))]
     blocks: list[Any] = list(decoder.model.layers)
     for i, block in enumerate(blocks):
-        handles.append(block.self_attn.qkv_proj.register_forward_hook(keep_output(f"layers.{i}.qkv_proj")))
-        output, norm = block.self_attn.o_proj, block.post_attention_layernorm
+        output = block.self_attn.o_proj
+        block.self_attn.packed = _watched(block.self_attn.packed, lambda x, i=i: keep(f"layers.{i}.qkv_proj", x))
         handles.append(output.register_forward_pre_hook(keep_input(f"layers.{i}.attention")))
-        handles.append(norm.register_forward_pre_hook(keep_input(f"layers.{i}.after_attention")))
+        handles.append(output.register_forward_hook(keep_output(layer_value(i, PROJECTED))))
         handles.append(block.register_forward_hook(keep_output(f"layers.{i}.output")))
     runner = EagerRunner(decoder, cache_format)
     state = runner.new_state(ROWS, chunks.shape[0] * chunks.shape[2])
@@ -198,7 +197,20 @@ def _run_decoder(decoder: Decoder, cache_format: str, chunks: Array) -> list[dic
     finally:
         for handle in handles:
             handle.remove()
+        for block in blocks:
+            del block.self_attn.packed  # the method itself again
     return results
+
+
+def _watched(function: Callable[[Any], Any], see: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """`function`, with what it returns shown to `see`."""
+
+    def call(argument: Any) -> Any:
+        result = function(argument)
+        see(result)
+        return result
+
+    return call
 
 
 def classify(probe: Probe, config: DecoderConfig, tolerance: float, *, exact: bool) -> tuple[str, str]:
@@ -208,8 +220,8 @@ def classify(probe: Probe, config: DecoderConfig, tolerance: float, *, exact: bo
         return "unknown", "values are not finite"
     error = relative_error(ours, theirs)
     part = probe.tensor.rsplit(".", 1)[-1]
-    if part in ("after_attention", "output"):
-        inside = "attention's output projection" if part == "after_attention" else "the norm or the feed-forward"
+    if part in (PROJECTED, OUTPUT):
+        inside = "attention's output projection" if part == PROJECTED else "the norms or the feed-forward"
         return _cast_or("weights", f"everything before {inside} agrees", error, exact=exact)
     if part == "attention":
         return _classify_attention(probe, config, tolerance, error, exact=exact)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from toolchain.artifact import Artifact
-from toolchain.graph_io import GRAPH_FILES
+from toolchain.graph_io import EMBEDDED, GRAPH_FILES, OUTPUT, layer_value
 from toolchain.model.decoder import Decoder
 from toolchain.parity.metrics import Row, gate_rows
 from toolchain.recipe import Gates
@@ -41,7 +41,7 @@ def layer_errors(artifact: Artifact, decoder: Decoder, cache_format: str, ids_BT
     chunks = [ids_BT[:, :half], ids_BT[:, half : 2 * half]]
     streams = _candidate_streams(artifact, decoder, chunks)
     caches = decoder.new_caches(len(ids_BT), 2 * half, cache_format)
-    dtype = decoder.model.norm.weight.dtype
+    dtype = decoder.compute_dtype
     errors = []
     with torch.inference_mode():
         for i, block in enumerate(decoder.model.layers):
@@ -49,7 +49,7 @@ def layer_errors(artifact: Artifact, decoder: Decoder, cache_format: str, ids_BT
             for chunk, stream in enumerate(streams):
                 past = torch.full((len(ids_BT),), chunk * half)
                 x_BTE, ours_BTE = (torch.from_numpy(stream[j]) for j in (i, i + 1))
-                theirs_BTE, _ = block(x_BTE.to(dtype), decoder.rope, past, caches[i])
+                theirs_BTE, _ = block(x_BTE.to(dtype), decoder.layer_rope(i), past, caches[i])
                 added_BTE = theirs_BTE.double() - x_BTE.double()
                 difference_BTE = ours_BTE.double() - theirs_BTE.double()
                 layer.append((difference_BTE.norm(dim=-1) / added_BTE.norm(dim=-1)).flatten().numpy())
@@ -74,19 +74,10 @@ def _candidate_streams(artifact: Artifact, decoder: Decoder, chunks: list[Array]
 
 
 def _session_with_stream(artifact: Artifact, layers: int) -> tuple[Any, list[str]]:
-    """The evaluation graph with the residual stream as extra outputs; the file itself is left alone.
-
-    Found by structure: a layer's residual sums are its `add` values, the last one leaves the layer.
-    """
-    import onnx
+    """The evaluation graph with the residual stream as extra outputs; the file itself is left alone."""
     import onnxruntime
 
-    model = onnx.load(str(artifact.file(GRAPH_FILES["evaluation"])), load_external_data=False)
-    sums: dict[int, list[Any]] = {i: [] for i in range(layers)}
-    for node in model.graph.node:
-        if node.op_type == "Add" and node.output[0].startswith("layers.") and ".add" in node.output[0]:
-            sums[int(node.output[0].split(".")[1])].append(node)
-    names = [sums[0][0].input[0], *(sums[i][-1].output[0] for i in range(layers))]
+    names = [EMBEDDED, *(layer_value(i, OUTPUT) for i in range(layers))]
     data, options = expose_values(artifact, names)
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"]), names

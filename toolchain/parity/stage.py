@@ -17,6 +17,7 @@ import pydantic
 from toolchain.artifact import Artifact, open_artifact
 from toolchain.errors import DtoolError, name_list
 from toolchain.graph_io import GRAPH_FILES
+from toolchain.model.config import DecoderConfig
 from toolchain.numerics import logit_tolerance
 from toolchain.parity import layerwise
 from toolchain.parity.compare import SHORTEST, Batch, PhaseLogits, logits_at, plan_batches, run_phases
@@ -153,7 +154,8 @@ def _references(
     gates = recipe.parity
     found = []
     if model is not None:
-        found.append(_Reference("eager", eager_runner(model, device), gates.eager))
+        context_len = DecoderConfig.model_validate(artifact.json("decoder.json")).context_len
+        found.append(_Reference("eager", eager_runner(model, device, context_len), gates.eager))
     elif _gated(gates.eager):
         raise _no_reference("eager", "the checkpoint", "give the checkpoint with --model")
     else:
@@ -227,7 +229,7 @@ def _text(
 ) -> tuple[Array, tuple[tuple[str, str], ...]]:
     """Ids [blocks, seq_len] of the held-out text, and what to say about them."""
     parity, limits = recipe.parity, _limits(runner)
-    bounds = (parity.seq_len, limits.max_prompt, limits.capacity, runner.config.max_position_embeddings)
+    bounds = (parity.seq_len, limits.max_prompt, limits.capacity, runner.config.context_len)
     seq_len = min(bound for bound in bounds if bound is not None)
     if seq_len < SHORTEST:
         raise DtoolError("the engine takes too short prompts", expected=f"at least {SHORTEST}", found=str(seq_len))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from toolchain.errors import DtoolError, did_you_mean
 from toolchain.model.config import DecoderConfig
-from toolchain.model.hf import parameter_shapes
+from toolchain.model.parameters import matrix_names, parameter_shapes
 from toolchain.recipe import Recipe
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
@@ -30,7 +30,7 @@ class QuantizePlan:
 
 def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     """The plan of a recipe for this model. Raises DtoolError for a pattern that matches nothing."""
-    modules = [n.removesuffix(".weight") for n, shape in parameter_shapes(config).items() if len(shape) == 2]
+    modules, kept_in_float = matrix_names(config)
     tied = config.tie_word_embeddings
     names = [*modules, HEAD] if tied else modules
     skipped = match_patterns("weights.skip", recipe.weights.skip, names)
@@ -44,11 +44,14 @@ def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     weights = tuple(name for name in modules if name not in skipped)
     rounded: tuple[str, ...] = ()
     if recipe.activations.format != "none":
-        products = [name for name in names if name != EMBEDDING]
+        experts = [name for name in names if ".experts." in name]
+        products = [name for name in names if name != EMBEDDING and name not in experts]
+        if set(experts) - skipped:
+            notes.append("the inputs of experts stay in float; their weights are quantized")
         kept = match_patterns("activations.skip", recipe.activations.skip, products)
         rounded = tuple(name for name in products if name not in skipped | kept)
     groups = _int4_groups(config, recipe, weights, notes) if recipe.weights.format == "int4" else {}
-    return QuantizePlan(weights, rounded, tuple(sorted(skipped)), groups, tuple(notes))
+    return QuantizePlan(weights, rounded, tuple(sorted(skipped | set(kept_in_float))), groups, tuple(notes))
 
 
 def _int4_groups(config: DecoderConfig, recipe: Recipe, names: tuple[str, ...], notes: list[str]) -> dict[str, int]:

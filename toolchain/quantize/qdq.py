@@ -11,6 +11,7 @@ dequantized in the compute type: TensorRT fuses int4 only so, and products then 
 stored scales are values of that type, so nothing is lost.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import attention_spec
 from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX
 from toolchain.numerics import CODE_RANGE, SMALLEST_SCALE
-from toolchain.ops.function_body import DOMAIN, INPUTS, OP_TYPE, function_body, input_names, node_attributes
+from toolchain.ops.function_body import DOMAIN, INPUTS, OP_TYPE, attention_function, input_names, node_attributes
 from toolchain.quantize.plan import EMBEDDING, HEAD, QuantizePlan
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
@@ -50,7 +51,8 @@ class GraphQuantizer:
         self.config, self.plan, self.entries, self.recipe = config, plan, entries, recipe
         self.compute = ir.DataType(FORMATS[compute_dtype].onnx_code)
         self.weights = {f"{name}.weight" for name in plan.weights}
-        self.rounded: dict[str, tuple[ir.Value, ir.Value | None]] = {}
+        self.codes: dict[str, tuple[ir.Value, ir.Value, ir.Value | None]] = {}
+        """Of each rounded input: its codes, the scale they are shown with, and the token's scale."""
 
     def run(self, phase: Phase) -> None:
         """Apply weights, activations and cache."""
@@ -65,12 +67,12 @@ class GraphQuantizer:
 
     def _quantize_weight(self, weight: ir.Value) -> None:
         name = str(weight.name)
-        users = [usage.node for usage in weight.uses()]
+        users = list(weight.uses())
         codes = self._initializer(name, replaces=weight)
         scale = self._initializer(name + SCALE_SUFFIX)
         dequantized: dict[str, ir.Value] = {}
         by_token = self.recipe.activations.granularity == "token"
-        for user in users:
+        for user, place in ((usage.node, usage.idx) for usage in users):
             is_product = user.op_type == "Transpose"
             product = next(iter(user.outputs[0].uses())).node if is_product else user
             module = name.removesuffix(".weight")
@@ -81,7 +83,7 @@ class GraphQuantizer:
             use = "_rows" if not is_product else "_float" if rounded and by_token else ""
             if use not in dequantized:
                 dequantized[use] = self._dequantize(codes, scale, user, use)
-            user.replace_input_with(0, dequantized[use])
+            user.replace_input_with(place, dequantized[use])
             if rounded:
                 self._round_activation(product, module)
 
@@ -123,13 +125,14 @@ class GraphQuantizer:
     def _round_activation(self, product: ir.Node, module: str) -> None:
         x, output = product.inputs[0], product.outputs[0]
         assert x is not None
-        if str(x.name) not in self.rounded:
-            static = self.recipe.activations.granularity == "tensor"
-            self.rounded[str(x.name)] = (
-                (self._statically_rounded(x, module, product), None) if static else self._rounded_input(x, product)
-            )
-        rounded, token_scale = self.rounded[str(x.name)]
-        product.replace_input_with(0, rounded)
+        if str(x.name) not in self.codes:
+            by_token = self.recipe.activations.granularity == "token"
+            make = self._token_codes if by_token else functools.partial(self._static_codes, module)
+            self.codes[str(x.name)] = make(x, product)
+        codes, scale, token_scale = self.codes[str(x.name)]
+        # one for each product: a value that two parts of an engine share crosses between them in float
+        shown = [codes, scale, self._zero_code()]
+        product.replace_input_with(0, self._insert(product, "DequantizeLinear", shown, f"{output.name}_input"))
         if token_scale is not None:
             self._multiply_back(product, output, token_scale)
 
@@ -153,8 +156,8 @@ class GraphQuantizer:
             final.type, final.shape = output.type, output.shape
             self.graph.outputs[index] = final
 
-    def _rounded_input(self, x: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value]:
-        """The rounded float32 input and its scale per token; shared by all products that read `x`."""
+    def _token_codes(self, x: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
+        """The codes of an input, in units of its scale per token; shared by all products that read `x`."""
         name = str(x.name)
         largest = CODE_RANGE[self.recipe.activations.format][1]
         one, zero = self._constant("quantize.one", np.array(1.0, np.float32)), self._zero_code()
@@ -167,15 +170,13 @@ class GraphQuantizer:
         amax = self._insert(before, "Max", [amax, floor], f"{name}_amax_floor")
         scale = self._insert(before, "Div", [amax, qmax], f"{name}_token_scale")
         ratio = self._insert(before, "Div", [value, scale], f"{name}_ratio")
-        codes = self._insert(before, "QuantizeLinear", [ratio, one, zero], f"{name}_codes")
-        return self._insert(before, "DequantizeLinear", [codes, one, zero], f"{name}_rounded"), scale
+        return self._insert(before, "QuantizeLinear", [ratio, one, zero], f"{name}_codes"), one, scale
 
-    def _statically_rounded(self, x: ir.Value, module: str, before: ir.Node) -> ir.Value:
-        """The float32 input rounded with the scale that calibration stored for this product."""
+    def _static_codes(self, module: str, x: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value, None]:
+        """The codes of an input with the scale that calibration stored for this product."""
         name, scale, zero = str(x.name), self._initializer(f"{module}.{INPUT_SCALE}"), self._zero_code()
         codes = self._insert(before, "QuantizeLinear", [self._as_float(x, before), scale, zero], f"{name}_codes")
-        held = self._in_compute_type(scale, f"{name}_rounded", before)
-        return self._insert(before, "DequantizeLinear", [codes, held, zero], f"{name}_rounded")
+        return codes, self._in_compute_type(scale, f"{name}_rounded", before), None
 
     def _as_float(self, x: ir.Value, before: ir.Node) -> ir.Value:
         return x if self.compute == _FLOAT else self._insert(before, "Cast", [x], f"{x.name}_as_float", to=int(_FLOAT))
@@ -185,18 +186,17 @@ class GraphQuantizer:
         return self._constant("quantize.zero", np.zeros((), dtype.numpy()))
 
     def _quantize_cache(self, phase: Phase, cache_format: str) -> None:
-        spec = attention_spec(self.config, cache_format)
-        attributes = node_attributes(spec)
+        specs = [attention_spec(self.config, i, cache_format) for i in range(self.config.num_hidden_layers)]
         nodes = [node for node in self.graph if node.op_type == OP_TYPE and node.domain == DOMAIN]
-        for i, node in enumerate(nodes):
+        for i, (node, spec) in enumerate(zip(nodes, specs, strict=True)):
             norms = list(node.inputs[len(INPUTS) :])
             scales = [self._initializer(f"model.layers.{i}.self_attn.{scale}") for scale in KV_SCALES]
             node.resize_inputs(len(input_names(spec)))
             for position, value in enumerate((*scales, *norms), len(INPUTS)):
                 node.replace_input_with(position, value)
-            for attribute in attributes:
+            for attribute in node_attributes(spec):
                 node.attributes[attribute.name] = attribute
-        body = ir.serde.deserialize_function(function_body(spec))
+        body = ir.serde.deserialize_function(attention_function(specs))
         self.model.functions[body.identifier()] = body
         contract = graph_io(self.config, phase, cache_format)
         types = {s.name: ir.DataType(FORMATS[s.dtype].onnx_code) for s in (*contract.inputs, *contract.outputs)}

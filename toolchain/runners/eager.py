@@ -22,8 +22,7 @@ class EagerRunner:
 
     def __post_init__(self) -> None:
         self.decoder.to(self.device)
-        cos, sin = self.decoder.rope
-        self.decoder.rope = cos.to(self.device), sin.to(self.device)
+        self.decoder.tables = {name: table.to(self.device) for name, table in self.decoder.tables.items()}
 
     @property
     def config(self) -> DecoderConfig:

@@ -29,12 +29,15 @@ def open_runner(path: Path, *, threads: int = 0) -> Runner:
     return OnnxRunner(artifact, threads=threads)
 
 
-def eager_runner(path: Path, device: str = "cpu") -> Runner:
-    """The fp32 torch decoder of a checkpoint: the reference for what quantization costs."""
+def eager_runner(path: Path, device: str = "cpu", context_len: int | None = None) -> Runner:
+    """The fp32 torch decoder of a checkpoint: the reference for what quantization costs.
+
+    `context_len`: that of the artifact it stands against, since some models rotate by it.
+    """
     from toolchain.model.load import load_decoder
     from toolchain.runners.eager import EagerRunner
 
-    return EagerRunner(load_decoder(path), device=device)
+    return EagerRunner(load_decoder(path, context_len=context_len), device=device)
 
 
 def fake_quant_runner(path: Path) -> Runner:

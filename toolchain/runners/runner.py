@@ -73,8 +73,8 @@ def check_state(config: DecoderConfig, limits: Limits, batch: int, capacity: int
         raise _outside("batch", batch, limits.max_batch)
     if limits.capacity is not None and capacity > limits.capacity:
         raise _outside("cache capacity", capacity, limits.capacity)
-    if capacity > config.max_position_embeddings:
-        raise _outside("cache capacity", capacity, config.max_position_embeddings)
+    if capacity > config.context_len:
+        raise _outside("cache capacity", capacity, config.context_len)
 
 
 def check_step(

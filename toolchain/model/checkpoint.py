@@ -1,0 +1,245 @@
+"""A checkpoint folder opened strictly: every parameter is filled exactly once from the file.
+
+Every stored tensor is used or on the family's short benign list; anything else stops the run with
+counts and names. What the names mean stands in `hf`, how a file is read in `tensor_file` and
+`pickle_file`; this module only pairs them.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolchain.errors import DtoolError, name_list
+from toolchain.formats import COMPUTE_FORMATS
+from toolchain.model.config import DecoderConfig
+from toolchain.model.hf import Stored, benign_suffixes, config_from_hf, root_prefix, stored_parts
+from toolchain.model.parameters import EMBEDDING, HEAD, parameter_shapes
+from toolchain.model.pickle_file import read_pickle
+from toolchain.tensor_file import TensorEntry, read_header
+
+WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the decoder: its shape, and the stored tensors it is made of, in order.
+
+    The rows of the parts follow one another, unless `arrange` makes the parameter from its only part.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[TensorEntry, ...]
+    names: tuple[str, ...]
+    arrange: Callable[[Any], Any] | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The parts' format; float32 where they differ."""
+        found = {part.dtype for part in self.parts}
+        return found.pop() if len(found) == 1 else "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checked folder: the model's config and where each parameter's bytes lie.
+
+    `parameters` is in the decoder's order, tied matrices once, so that it does not depend on how the
+    checkpoint is cut into files. `notes` are things a user should see.
+    """
+
+    path: Path
+    config: DecoderConfig
+    parameters: dict[str, Parameter]
+    tokenizer_files: tuple[Path, ...]
+    notes: tuple[str, ...]
+
+
+def open_checkpoint(folder: Path, context_len: int | None = None) -> Checkpoint:
+    """The checkpoint in `folder`, its tensors matched with the decoder's parameters one to one.
+
+    `context_len`: positions to serve, where not all that the config allows. Raises DtoolError: no
+    checkpoint, unknown family or RoPE type, missing shard, truncated file, missing, unknown or
+    misshapen tensors.
+    """
+    if not folder.is_dir():
+        raise DtoolError(
+            f"{folder} is not a checkpoint",
+            expected="a folder",
+            found="a file" if folder.exists() else "no such folder",
+        )
+    document = _read_json(folder / "config.json")
+    notes: list[str] = []
+    stored = _read_tensors(folder, notes)
+    config = config_from_hf(document, stored, context_len=context_len, notes=notes)
+    parameters = _match(document, config, stored, notes)
+    files = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
+    if folder / "tokenizer.json" not in files:
+        notes.append("no tokenizer.json: text commands will refuse, parity and bench by token ids work")
+    return Checkpoint(folder, config, parameters, files, tuple(notes))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise DtoolError(
+            f"{path.parent} is not a checkpoint",
+            expected=f"a Hugging Face folder with {path.name}",
+            found=name_list(sorted(p.name for p in path.parent.iterdir())) or "an empty folder",
+            fix="give the folder that holds config.json and *.safetensors, or a .gguf file itself",
+        )
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise DtoolError(f"{path} is not JSON", found=str(error), fix="download the file again") from error
+    if not isinstance(document, dict):
+        raise DtoolError(f"{path} is not a JSON object", found=type(document).__name__)
+    return document
+
+
+def _read_tensors(folder: Path, notes: list[str]) -> dict[str, TensorEntry]:
+    """All tensors of the folder, by an index alone where there is one, safetensors before pickles."""
+    for index, single, read in (
+        ("model.safetensors.index.json", "model.safetensors", read_header),
+        ("pytorch_model.bin.index.json", "pytorch_model.bin", read_pickle),
+    ):
+        if (folder / index).is_file():
+            stored = _read_shards(folder, index, read)
+        elif (folder / single).is_file():
+            stored = read(folder / single)
+        else:
+            continue
+        if not stored:
+            raise DtoolError(f"{folder} holds no tensors", expected="weights", found="an empty index or file")
+        used = {entry.path.name for entry in stored.values()}
+        unread = sorted(p.name for p in folder.iterdir() if p.suffix in WEIGHT_FILES and p.name not in used)
+        if unread:
+            notes.append(f"weights are read from {name_list(sorted(used), 2)}, not from {name_list(unread)}")
+        return stored
+    gguf = next((p.name for p in sorted(folder.glob("*.gguf"))), None)
+    raise DtoolError(
+        f"{folder} holds no weights",
+        expected="model.safetensors or pytorch_model.bin, or the index of one",
+        found=name_list(sorted(p.name for p in folder.iterdir())),
+        fix=f"give the file {folder / gguf} itself" if gguf else "convert other formats to safetensors first",
+    )
+
+
+def _read_shards(folder: Path, index: str, read: Callable[[Path], dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    weight_map = _read_json(folder / index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise DtoolError(f"{folder / index} has no weight_map of file names", fix="download the index again")
+    shards: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        shards.setdefault(shard, []).append(name)
+    _require_shards(folder, index, shards)
+    stored: dict[str, TensorEntry] = {}
+    for shard, names in shards.items():
+        entries = read(folder / shard)
+        if absent := [name for name in names if name not in entries]:
+            raise DtoolError(
+                f"{folder / shard} lacks {len(absent)} tensors",
+                expected=name_list(absent),
+                found=f"{len(entries)} others",
+                fix=f"download the shard and {index} again, from one revision",
+            )
+        stored |= {name: entries[name] for name in names}
+    return stored
+
+
+def _require_shards(folder: Path, index: str, shards: dict[str, list[str]]) -> None:
+    """Refuse shards that lie elsewhere or are absent, before one is opened."""
+    foreign = [shard for shard in shards if Path(shard).name != shard or shard in {"", ".."}]
+    if foreign:
+        raise DtoolError(
+            f"{folder / index} names files outside its folder",
+            expected="names of files beside it",
+            found=name_list(foreign),
+            fix="download the index again",
+        )
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise DtoolError(
+            f"{len(missing)} of the {len(shards)} shards of {folder} are missing",
+            expected=name_list(f"{shard} with {len(shards[shard])} tensors" for shard in missing),
+            found="no such file",
+            fix="download what is missing",
+        )
+
+
+def _match(
+    document: dict[str, Any], config: DecoderConfig, stored: dict[str, TensorEntry], notes: list[str]
+) -> dict[str, Parameter]:
+    """Pair every parameter with its stored tensors one to one, or say exactly what does not fit."""
+    wanted = stored_parts(document, config)
+    stored = _rooted(root_prefix(document), wanted, stored, notes)
+    if config.tie_word_embeddings:
+        _resolve_tied(document, config, wanted, stored, notes)
+    expected = {name: shape for s in wanted.values() for name, shape in zip(s.names, s.shapes, strict=True)}
+    benign = benign_suffixes(document)
+    missing = [name for name in expected if name not in stored]
+    extra = [name for name in stored if name not in expected and not name.endswith(benign)]
+    if missing or extra:
+        raise DtoolError(
+            "the checkpoint's tensors are not those of its config",
+            expected=f"{len(expected)} tensors; {len(missing)} missing: {name_list(missing) or 'none'}",
+            found=f"{len(stored)} tensors; {len(extra)} unknown: {name_list(extra) or 'none'}",
+            fix="check config.json against the weights; nothing was written",
+        )
+    wrong = [f"{n} {list(stored[n].shape)} (expected {list(s)})" for n, s in expected.items() if stored[n].shape != s]
+    if wrong:
+        raise DtoolError(
+            "tensors have another shape than the config gives",
+            found=name_list(wrong),
+            fix="check config.json against the weights; nothing was written",
+        )
+    coded = [f"{name} {stored[name].dtype}" for name in expected if stored[name].dtype not in COMPUTE_FORMATS]
+    if coded:
+        raise DtoolError(
+            "weights are stored as codes, not as numbers",
+            expected=f"one of {', '.join(COMPUTE_FORMATS)}",
+            found=f"{len(coded)} tensors: {name_list(coded)}",
+            fix="give the checkpoint that was not quantized",
+        )
+    unused = sorted(name for name in stored if name not in expected)
+    if unused:
+        notes.append(f"{len(unused)} stored tables not used, as they are computed anew: {name_list(unused)}")
+    shapes = parameter_shapes(config)
+    return {
+        name: Parameter(shapes[name], tuple(stored[part] for part in s.names), s.names, s.arrange)
+        for name, s in wanted.items()
+    }
+
+
+def _rooted(
+    root: str, wanted: dict[str, Stored], stored: dict[str, TensorEntry], notes: list[str]
+) -> dict[str, TensorEntry]:
+    """The tensors under their full names: a trunk saved without its head leaves out the root of the names."""
+    rooted = {name for s in wanted.values() for name in s.names if name.startswith(root)}
+    if not root or any(name.startswith(root) for name in stored) or not any(root + name in rooted for name in stored):
+        return dict(stored)
+    notes.append(f"the tensors' names lack {root!r}: taken as those of the model without its head")
+    return {root + name if root + name in rooted else name: entry for name, entry in stored.items()}
+
+
+def _resolve_tied(
+    document: dict[str, Any],
+    config: DecoderConfig,
+    wanted: dict[str, Stored],
+    stored: dict[str, TensorEntry],
+    notes: list[str],
+) -> None:
+    """The one matrix may be stored under either name, or under both."""
+    untied = stored_parts(document, config.model_copy(update={"tie_word_embeddings": False}))
+    (embedding,), (head,) = wanted[EMBEDDING].names, untied[HEAD].names
+    if embedding not in stored and head in stored:
+        stored[embedding] = stored.pop(head)
+    elif stored.pop(head, None) is not None:
+        notes.append(f"the config ties {head} to {embedding}: the stored copy of the head is not used")
