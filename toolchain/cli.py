@@ -3,11 +3,12 @@
 Heavy imports stand inside the command bodies, so that `dtool --help` is instant.
 """
 
+import contextlib
 import gc
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ _recipe = click.option("-r", "--recipe", "recipe_name", required=True, help="A r
 _set = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value of the recipe.")
 _out = click.option("-o", "--out", required=True, type=FOLDER, help="The folder to write; it must not exist.")
 _force = click.option("--force", is_flag=True, help="Replace an artifact at the output path.")
-_model = click.option("-m", "--model", type=FOLDER, help="The checkpoint folder, for the eager reference.")
+_model = click.option("-m", "--model", help="The checkpoint (folder, .gguf or hub name), for the eager reference.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 _plugins = click.option(
     "--plugin-library",
@@ -46,6 +47,15 @@ _html = click.option("--html", type=FOLDER, callback=_check_page, help="Also wri
 def say(line: str) -> None:
     """Progress goes to stderr, so that stdout holds results alone."""
     click.echo(line, err=True)
+
+
+@contextlib.contextmanager
+def _opened(model: str | None, **options: bool) -> Iterator[Any]:
+    """The folder of what a user named as a model: folder, .gguf file or hub name; None where nothing was."""
+    from toolchain.fetch.resolve import resolve_model
+
+    with contextlib.nullcontext() if model is None else resolve_model(model, say, **options) as folder:
+        yield folder
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -89,13 +99,12 @@ def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, 
     gc.disable()  # a million objects are imported and stay: searching them takes a fifth of the time
     from toolchain.artifact import check_output
     from toolchain.export.stage import contract_tables, export_checkpoint
-    from toolchain.fetch.resolve import resolve_model
     from toolchain.model.config import DecoderConfig
     from toolchain.recipe import load_recipe
 
     recipe = load_recipe(recipe_name, overrides)
     check_output(out, force=force, source=Path(model) if Path(model).exists() else None)
-    with resolve_model(model, say) as folder:
+    with _opened(model) as folder:
         artifact = export_checkpoint(folder, recipe, out, force=force, report=say)
     config = DecoderConfig.model_validate(artifact.json("decoder.json"))
     one_layer = config.model_copy(update={"num_hidden_layers": 1})
@@ -189,7 +198,7 @@ def parity(
     candidate: Path,
     recipe_name: str,
     overrides: tuple[str, ...],
-    model: Path | None,
+    model: str | None,
     source: Path | None,
     as_json: bool,
     html: Path | None,
@@ -199,7 +208,8 @@ def parity(
     from toolchain.parity.stage import run_parity
     from toolchain.recipe import load_recipe
 
-    result = run_parity(candidate, load_recipe(recipe_name, overrides), model=model, source=source, report=say)
+    with _opened(model) as folder:
+        result = run_parity(candidate, load_recipe(recipe_name, overrides), model=folder, source=source, report=say)
     _show(result.document(), result.page, as_json=as_json, html=html)
     if result.verdict != "passed":
         raise GateFailed("parity failed", found=result.failure_text())
@@ -217,7 +227,7 @@ def bench(
     candidate: Path,
     recipe_name: str,
     overrides: tuple[str, ...],
-    model: Path | None,
+    model: str | None,
     stage: str,
     as_json: bool,
     html: Path | None,
@@ -234,7 +244,8 @@ def bench(
         return
     from toolchain.bench.stage import bench_artifact
 
-    result = bench_artifact(candidate, recipe, model=model, report=say)
+    with _opened(model) as folder:
+        result = bench_artifact(candidate, recipe, model=folder, report=say)
     _show(result.document(), result.page, as_json=as_json, html=html)
 
 
@@ -252,7 +263,7 @@ def bench(
 def generate(
     path: Path, prompt: str, chat: bool, max_new_tokens: int, capacity: int | None, as_json: bool, **options: Any
 ) -> None:
-    """Continue a text with a checkpoint or an artifact, streaming."""
+    """Continue a text with a checkpoint folder or an artifact, streaming."""
     from toolchain.runners.generate import Generation, Sampler, stream_text
     from toolchain.runners.open import open_runner
     from toolchain.text import load_tokenizer
@@ -301,13 +312,12 @@ def run(
     as_json: bool,
 ) -> None:
     """All stages of a recipe, resumable: export, quantize, build-engine, parity, bench."""
-    from toolchain.fetch.resolve import resolve_model
     from toolchain.pipeline import run_pipeline, summary_page
     from toolchain.recipe import load_recipe
 
     recipe = load_recipe(recipe_name, overrides)
     libraries = plugin_libraries
-    with resolve_model(model, say) as folder:
+    with _opened(model) as folder:
         result = run_pipeline(folder, recipe, out, bench=not no_bench, plugin_libraries=libraries, report=say)
     document = {
         "artifacts": {name: {"path": str(a.path), "identity": a.identity} for name, a in result.artifacts.items()},
@@ -318,7 +328,7 @@ def run(
 
 
 @dtool.command()
-@click.argument("path", type=FOLDER)
+@click.argument("path")
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Account for this GPU, e.g. H200; all by default.")
 @click.option("--context", type=click.IntRange(min=1), help="Tokens of a sequence; by default 4096 or what there is.")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Sequences at once.")
@@ -326,14 +336,15 @@ def run(
 @click.option("--cache", metavar="FORMAT", help="The KV cache: float16 (default), bfloat16, int8, fp8_e4m3.")
 @_json
 @_html
-def inspect(path: Path, as_json: bool, html: Path | None, **asked: Any) -> None:
+def inspect(path: str, as_json: bool, html: Path | None, **asked: Any) -> None:
     """Show what a checkpoint or an artifact is, and what it costs on GPUs: memory, work, roofline times.
 
     Needs no weights: a folder with a config.json will do. Times are lower bounds from datasheet peaks.
     """
     from toolchain.inspection import Question, inspect_path
 
-    document, page = inspect_path(path, Question(**asked))
+    with _opened(path, weights=False) as folder:
+        document, page = inspect_path(folder, Question(**asked))
     _show(document, lambda: page, as_json=as_json, html=html)
 
 

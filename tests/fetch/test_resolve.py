@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import write_tiny_gguf
 
 from toolchain.errors import DtoolError
+from toolchain.export.stage import export_checkpoint
 from toolchain.fetch.gguf_checkpoint import checkpoint_from_gguf
 from toolchain.fetch.resolve import resolve_model
 from toolchain.model.checkpoint import open_checkpoint
+from toolchain.recipe import load_recipe
 
 
 @pytest.fixture
@@ -121,12 +123,21 @@ def test_what_a_killed_run_left_goes_with_the_next_and_a_live_ones_stays(tiny_gg
         assert live.is_dir()
 
 
+def test_without_weights_the_config_alone_is_made(tiny_gguf):
+    lines = []
+    with resolve_model(str(tiny_gguf.path), lines.append, weights=False) as folder:
+        assert {p.name for p in folder.iterdir()} == {
+            "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"
+        }  # fmt: skip
+    assert not lines
+
+
 def test_a_gguf_file_exports_like_the_folder_made_of_it(tiny_gguf, tmp_path, unpacked):
     (tmp_path / "m").mkdir()
     checkpoint_from_gguf(tiny_gguf.path, tmp_path / "m", say)
-    for source, out in ((tmp_path / "m", "folder"), (tiny_gguf.path, "file")):
-        done = run_cli("export", source, "-r", "fp32", "-o", tmp_path / out)
-        assert done.returncode == 0, done.stderr
+    export_checkpoint(tmp_path / "m", load_recipe("fp32", ()), tmp_path / "folder", report=say)
+    done = run_cli("export", tiny_gguf.path, "-r", "fp32", "-o", tmp_path / "file")
+    assert done.returncode == 0, done.stderr
     assert "unpacking tiny.gguf" in done.stderr
     manifests = [json.loads((tmp_path / out / "manifest.json").read_text()) for out in ("folder", "file")]
     assert manifests[0] == manifests[1]
@@ -174,6 +185,12 @@ def test_shards_are_those_of_the_index_and_pickles_are_left(hub, tiny, tmp_path)
     with resolve_model("org/sharded", say) as folder:
         assert open_checkpoint(folder).parameters
     assert sorted(hub.files) == sorted(["config.json", *parts, "model.safetensors.index.json"])
+
+
+def test_without_weights_none_are_downloaded(hub):
+    with resolve_model("org/tiny", say, weights=False) as folder:
+        assert (folder / "config.json").is_file()
+    assert sorted(hub.files) == ["config.json", "generation_config.json"]
 
 
 def test_a_pickle_is_downloaded_where_there_are_no_safetensors(hub, tiny, tmp_path):

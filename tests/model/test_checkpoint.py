@@ -102,8 +102,10 @@ def test_a_missing_shard_is_named_with_its_tensors_at_once(copy):
 
 def test_a_tensor_in_two_shards_is_read_from_the_one_the_index_names(copy, expected):
     write_shards(copy)
-    first = copy / "model-00001-of-00002.safetensors"
-    save_file(load_file(first) | {NORM: torch.full((64,), 7.0)}, first)
+    shards = [copy / "model-00001-of-00002.safetensors", copy / "extra_part.safetensors"]
+    first, second = map(load_file, shards)
+    save_file(first | {name: value + 7 for name, value in second.items()}, shards[0])
+    save_file(second | {name: value + 7 for name, value in first.items()}, shards[1])
     assert torch.equal(logits(copy), expected)
 
 

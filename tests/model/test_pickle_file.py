@@ -189,6 +189,7 @@ def test_records_of_another_zip_writer_are_never_misread(copy):
         ({"compression": zipfile.ZIP_DEFLATED}, "is compressed"),
         ({"byteorder": lambda _: b"big"}, "another byte order"),
         ({"0": lambda data: data[:-400]}, "are not where its pickle says"),
+        ({"0": lambda data: data[:-400], "drop": (".format_version",)}, "found:    a record of 24432"),
         ({"data.pkl": lambda data: data[:-20]}, "is not a plain checkpoint"),
     ],
 )

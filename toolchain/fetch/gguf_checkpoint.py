@@ -51,8 +51,8 @@ class Source:
         return PLAIN_TYPES[kind][0] if kind in PLAIN_TYPES and not self.offset else "F32"
 
 
-def checkpoint_from_gguf(gguf_path: Path, folder: Path, report: Report) -> None:
-    """Fill `folder` with config.json, model.safetensors, tokenizer files and generation_config.json.
+def checkpoint_from_gguf(gguf_path: Path, folder: Path, report: Report, *, weights: bool = True) -> None:
+    """Fill `folder` with config.json, tokenizer files, generation_config.json and, with `weights`, model.safetensors.
 
     Equal GGUF bytes give equal output bytes. Raises DtoolError for a file that is no GGUF, another
     architecture, a missing or unknown tensor, metadata that is not there, or too little room.
@@ -60,13 +60,15 @@ def checkpoint_from_gguf(gguf_path: Path, folder: Path, report: Report) -> None:
     gguf = open_gguf(gguf_path)
     config = config_from_gguf(gguf)
     sources = match_tensors(gguf, config)
-    _require_room(gguf, sources, folder)
+    if weights:
+        _require_room(gguf, sources, folder)
     if unknown := write_tokenizer(gguf, folder, config["max_position_embeddings"]):
         report(f"note: the tokenizer of {gguf_path.name} is not one dtool knows ({unknown}); it is left out")
     token_ids = {f"{name}_token_id": config[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
     write_json(folder / "generation_config.json", {"_from_model_config": True, **token_ids})
     write_json(folder / "config.json", config)
-    write_weights(gguf, sources, folder / "model.safetensors")
+    if weights:
+        write_weights(gguf, sources, folder / "model.safetensors")
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:

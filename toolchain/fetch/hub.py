@@ -20,8 +20,8 @@ WEIGHTS = (
 """In the order in which a checkpoint folder is read."""
 
 
-def download_snapshot(repo: str, revision: str | None = None) -> Path:
-    """The hub's cached folder of a repository at a revision, its config, tokenizer and weights downloaded.
+def download_snapshot(repo: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The hub's cached folder of a repository at a revision, its config, tokenizer and `weights` downloaded.
 
     Offline (HF_HUB_OFFLINE) the cache alone is asked. Raises what the hub's client raises, and DtoolError
     for a repository without weights dtool reads.
@@ -36,8 +36,8 @@ def download_snapshot(repo: str, revision: str | None = None) -> Path:
     # One small question first: the download itself tries many times before it gives up.
     info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=HUB_SECONDS)
     names = [sibling.rfilename for sibling in info.siblings or ()]
-    weights = next((name for name in WEIGHTS if name in names), None)
-    if weights is None or "config.json" not in names:
+    first = next((name for name in WEIGHTS if name in names), None)
+    if first is None or "config.json" not in names:
         raise _without_weights(repo, names)
 
     def download(files: list[str]) -> Path:
@@ -46,9 +46,10 @@ def download_snapshot(repo: str, revision: str | None = None) -> Path:
             huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=exactly, etag_timeout=HUB_SECONDS)
         )
 
-    folder = download([name for name in ("config.json", *TOKENIZER_FILES, weights) if name in names])
-    if weights.endswith(".index.json"):
-        weight_map = json.loads((folder / weights).read_text("utf-8")).get("weight_map", {})
+    wanted = ("config.json", *TOKENIZER_FILES, *((first,) if weights else ()))
+    folder = download([name for name in wanted if name in names])
+    if weights and first.endswith(".index.json"):
+        weight_map = json.loads((folder / first).read_text("utf-8")).get("weight_map", {})
         folder = download(sorted({str(shard) for shard in weight_map.values()} & set(names)))
     return folder
 

@@ -15,8 +15,8 @@ HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]
 
 
 @contextlib.contextmanager
-def resolve_model(text: str | Path, report: Report) -> Iterator[Path]:
-    """A checkpoint folder for what a user typed, good until the block ends.
+def resolve_model(text: str | Path, report: Report, *, weights: bool = True) -> Iterator[Path]:
+    """A checkpoint folder for what a user typed, good until the block ends; without `weights` its config at least.
 
     What exists goes first: a folder is itself, and a GGUF file is unpacked beside the download cache and
     removed again. `org/name` or `org/name@revision` that does not exist here is asked of the hub and
@@ -24,10 +24,10 @@ def resolve_model(text: str | Path, report: Report) -> Iterator[Path]:
     """
     path, named = Path(text), HUB_ID.fullmatch(str(text))
     if path.is_file() and _is_gguf(path):
-        with _unpacked(path, report) as folder:
+        with _unpacked(path, report, weights=weights) as folder:
             yield folder
     elif named and not path.exists() and path.suffix != ".gguf":
-        yield _from_hub(named["repo"], named["revision"], report)
+        yield _from_hub(named["repo"], named["revision"], report, weights=weights)
     else:
         yield path
 
@@ -38,14 +38,15 @@ def _is_gguf(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _unpacked(gguf: Path, report: Report) -> Iterator[Path]:
+def _unpacked(gguf: Path, report: Report, *, weights: bool) -> Iterator[Path]:
     from toolchain.fetch.gguf_checkpoint import checkpoint_from_gguf
 
     with contextlib.ExitStack() as stack:
         folder = _new_scratch(stack) / gguf.stem
         folder.mkdir()
-        report(f"unpacking {gguf.name} to safetensors, for this run")
-        checkpoint_from_gguf(gguf, folder, report)
+        if weights:
+            report(f"unpacking {gguf.name} to safetensors, for this run")
+        checkpoint_from_gguf(gguf, folder, report, weights=weights)
         yield folder
 
 
@@ -69,12 +70,12 @@ def _remove_abandoned(base: Path) -> None:
             shutil.rmtree(scratch)
 
 
-def _from_hub(repo: str, revision: str | None, report: Report) -> Path:
+def _from_hub(repo: str, revision: str | None, report: Report, *, weights: bool) -> Path:
     from toolchain.fetch.hub import cached_snapshot, download_snapshot, reason_of
 
     report(f"{repo} is no folder here: asking the hub")
     try:
-        return download_snapshot(repo, revision)
+        return download_snapshot(repo, revision, weights=weights)
     except DtoolError:
         raise
     except Exception as error:  # whatever the hub's client raises, the model is not to be had there
