@@ -145,3 +145,9 @@ def test_inspecting_a_big_config_takes_no_second_and_no_torch(llama_2_7b):
     result = subprocess.run([sys.executable, "-c", code, llama_2_7b], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
     assert time.perf_counter() - start < 5  # half a second; a torch import alone takes more than this on a busy machine
+
+
+def test_a_context_beyond_the_model_is_refused_in_the_words_of_the_command(tiny):
+    with pytest.raises(DtoolError, match="--context 100000 is more than the model has positions") as caught:
+        inspect_path(tiny[0], Question(context=100000))
+    assert "--set" not in str(caught.value)

@@ -48,6 +48,19 @@ def test_bad_overrides_are_refused(override):
         load_recipe("fp32", [override])
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "context_len=true", 'context_len="5"', "context_len=5.5", "engine.batch.max=true", "bench.prompt_lens=[true]",
+        "calibration.samples=true", "engine.refit=1", 'engine.refit="yes"', 'parity.fake_quant.kl_mean="0.1"',
+        "parity.fake_quant.kl_mean=true", "schema_version=true",
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused_by_its_key(override):
+    with pytest.raises(DtoolError, match=override.partition("=")[0].replace(".", r"\.")):
+        load_recipe("fp32", [override])
+
+
 def test_unknown_recipe_and_bad_toml_are_refused(tmp_path):
     with pytest.raises(DtoolError, match="int8"):
         load_recipe("int88")

@@ -83,6 +83,71 @@ def test_damaged_files_are_named(tmp_path, damage):
         read_header(tmp_path / "g")
 
 
+def write_header(path, header, data=bytes(16)):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(begin, end, shape=None, **fields):
+    return {"dtype": "U8", "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]} | fields
+
+
+HALF = entry(0, 8)
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        ({"a": HALF, "b": entry(4, 16)}, "an overlap"),
+        ({"a": HALF, "b": HALF, "c": entry(8, 16)}, "an overlap"),
+        ({"a": entry(0, 16), "b": entry(4, 8)}, "an overlap"),
+        ({"a": entry(0, 16), "b": entry(4, 4)}, "an overlap"),
+        ({"a": HALF, "b": entry(9, 16)}, "a hole"),
+        ({"a": entry(1, 16)}, "a hole"),
+        ({"a": HALF}, "bytes by its header"),
+        ({}, "bytes by its header"),
+        ({"a": entry(-8, 8)}, "none below zero"),
+        ({"a": entry(8, 0, [-8])}, "none below zero"),
+        ({"a": entry(8, 0, [])}, "1 bytes for a"),
+        ({"a": entry(0, 16, ["16"])}, "a shape of counts"),
+        ({"a": entry(0, 16, [-4, -4])}, "a shape of counts"),
+        ({"a": entry(0, 16, [16, True])}, "a shape of counts"),
+        ({"a": entry(0, 16, [16.0])}, "a shape of counts"),
+        ({"a": entry(0, 16, "16")}, "a shape of counts"),
+        ({"a": entry(0, 16, None, data_offsets=[False, 16])}, "two data_offsets"),
+        ({"a": entry(0, 16, None, data_offsets=[0.0, 16.0])}, "two data_offsets"),
+        ({"a": entry(0, 16, None, data_offsets=[0, 8, 16])}, "two data_offsets"),
+        ({"a": entry(0, 16, None, dtype=8)}, "a dtype"),
+        ({"a": [0, 16]}, "a dtype"),
+        ([], "a JSON object"),
+        (["a", "b"], "a JSON object"),
+        (b'"aaaaaa"', "a JSON object"),
+        (b"[" * 100_000, "a JSON header"),
+        (b'{"a": %(e)s, "a": %(e)s}' % {b"e": json.dumps(entry(0, 16)).encode()}, "two entries of the name a"),
+        (
+            b'{"a": {"dtype": "U8", "shape": [4], "shape": [16], "data_offsets": [0, 16]}}',
+            "two entries of the name shape",
+        ),
+        (b"\xff\xfe{}", "a JSON header"),
+    ],
+)
+def test_headers_that_do_not_cover_the_data_once_are_refused(tmp_path, header, text):
+    with pytest.raises(DtoolError, match="f is damaged") as failure:
+        read_header(write_header(tmp_path / "f", header))
+    assert text in str(failure.value)
+    assert failure.value.expected
+    assert failure.value.found
+    assert failure.value.fix
+
+
+def test_a_header_may_list_its_tensors_in_any_order(tmp_path):
+    path = write_header(tmp_path / "f", {"b": entry(8, 16), "empty": entry(8, 8), "a": HALF}, bytes(range(16)))
+    entries = read_header(path)
+    assert list(entries) == ["b", "empty", "a"]
+    assert read_tensor(entries["b"]).tolist() == list(range(8, 16))
+
+
 def test_unknown_dtype_is_refused(tmp_path):
     header = json.dumps({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
     (tmp_path / "f").write_bytes(struct.pack("<Q", len(header)) + header + b"x")

@@ -68,6 +68,21 @@ def _inspect_checkpoint(path: Path, question: Question) -> tuple[dict[str, Any],
 
 
 def _open_model(path: Path, context: int | None) -> tuple[DecoderConfig, dict[str, TensorEntry], tuple[str, ...]]:
+    """As `_open_any`; a context beyond the model's is refused in the words of this command."""
+    try:
+        return _open_any(path, context)
+    except DtoolError as error:
+        if context is None or not error.problem.startswith("context_len"):
+            raise
+        raise DtoolError(
+            f"--context {context} is more than the model has positions",
+            expected=error.expected,
+            found=str(context),
+            fix="give a smaller --context",
+        ) from error
+
+
+def _open_any(path: Path, context: int | None) -> tuple[DecoderConfig, dict[str, TensorEntry], tuple[str, ...]]:
     """A folder's config, stored tensors and notes; a folder with a config alone will do."""
     if config := _config_alone(path, context):
         return config, {}, ("no weights here: the account is of the config alone",)
@@ -123,6 +138,8 @@ def _inspect_artifact(artifact: Artifact, question: Question) -> tuple[dict[str,
     if question.weights or stored_format:  # engines hold their weights inside: their format must be asked for
         costs = document["accounting"] = question.answer(config, stored_format, cache_dtype)
         facts, parts = (*facts, *cost_facts(costs)), (*parts, *cost_parts(costs))
+    else:
+        facts = (*facts, ("account", "none: the weights lie inside the engine; ask with --weights FORMAT"))
     lineage = Table("made from", ("input", "sha256"), tuple(manifest.lineage.items()))
     files = Table(
         "files", ("file", "bytes", "sha256"), tuple((n, e.bytes, e.sha256[:16]) for n, e in manifest.files.items())

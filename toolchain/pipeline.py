@@ -94,6 +94,7 @@ def runs_here(engine: Artifact) -> bool:
 
 def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     """Everything that can be refused before hours of work is refused here."""
+    from toolchain.engine.preflight import check_sizes
     from toolchain.model.checkpoint import open_checkpoint
     from toolchain.quantize.plan import plan_quantization
 
@@ -114,13 +115,7 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     find_data(recipe.parity.data)
     if recipe.needs_calibration:
         find_data(recipe.calibration.data)
-    if recipe.engine.kv_capacity > checkpoint.config.context_len:
-        raise DtoolError(
-            f"engine.kv_capacity {recipe.engine.kv_capacity} exceeds what the model was trained for",
-            expected=f"at most {checkpoint.config.context_len}",
-            found=str(recipe.engine.kv_capacity),
-            fix=f"--set engine.kv_capacity={checkpoint.config.context_len}",
-        )
+    check_sizes(recipe.engine, checkpoint.config)
 
 
 def reusable(folder: Path, key: str, report: Report) -> Artifact | None:

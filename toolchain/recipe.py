@@ -18,7 +18,7 @@ RECIPES_DIR = Path(__file__).parent.parent / "recipes"
 
 STAGE_SECTIONS = {
     "export": ("compute_dtype", "context_len"),
-    "quantize": ("weights", "activations", "kv_cache", "calibration"),
+    "quantize": ("weights", "activations", "smoothing", "kv_cache", "calibration"),
     "engine": ("engine",),
 }
 """What of a recipe each stage depends on; a change elsewhere leaves its output reusable."""
@@ -31,12 +31,19 @@ BACKEND_MODULES = {
 """Per engine.backend: the Python module it needs, and the extra of dtool that installs it."""
 
 
-class _Section(pydantic.BaseModel, frozen=True, extra="forbid"):
-    pass
+class _Section(pydantic.BaseModel, frozen=True, extra="forbid", strict=True):
+    """Values keep the type they are written with: `true` is no 1, "5" is no 5."""
+
+
+Strings = Annotated[tuple[str, ...], pydantic.Field(strict=False)]
+"""TOML has lists only."""
 
 
 class Weights(_Section, frozen=True):
     """How the matrices are stored: one scale per output channel, tensor, or `group_size` inputs of a channel.
+
+    `algorithm`: round to nearest, or GPTQ with the second moments of the calibration text. `clip`: scales of
+    the largest weight, or of the range with the least error.
 
     `skip` holds exact module names or glob patterns.
     """
@@ -44,8 +51,9 @@ class Weights(_Section, frozen=True):
     format: Literal["none", "int8", "fp8_e4m3", "int4"] = "none"
     granularity: Literal["channel", "tensor", "group"] = "channel"
     group_size: Literal[32, 64, 128] = 128
-    algorithm: Literal["rtn"] = "rtn"
-    skip: tuple[str, ...] = ("lm_head", "model.embed_tokens")
+    algorithm: Literal["rtn", "gptq"] = "rtn"
+    clip: Literal["amax", "search"] = "amax"
+    skip: Strings = ("lm_head", "model.embed_tokens")
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -53,6 +61,11 @@ class Weights(_Section, frozen=True):
         if isinstance(values, dict) and values.get("format") == "int4":
             return {"granularity": "group"} | values
         return values
+
+    @property
+    def uses_hessian(self) -> bool:
+        """Whether the second moments of the inputs are needed."""
+        return self.format != "none" and (self.algorithm == "gptq" or self.clip == "search")
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
@@ -70,7 +83,17 @@ class Activations(_Section, frozen=True):
 
     format: Literal["none", "int8", "fp8_e4m3"] = "none"
     granularity: Literal["token", "tensor"] = "token"
-    skip: tuple[str, ...] = ("lm_head",)
+    skip: Strings = ("lm_head",)
+
+
+class Smoothing(_Section, frozen=True):
+    """Channels made smaller in the activations and larger in the weights before anything is rounded.
+
+    `smoothquant` goes by the largest activation of a channel, `awq` by the mean; `alpha` by how much.
+    """
+
+    algorithm: Literal["none", "smoothquant", "awq"] = "none"
+    alpha: float = pydantic.Field(default=0.5, ge=0, le=1)
 
 
 class KVCache(_Section, frozen=True):
@@ -115,7 +138,7 @@ class Engine(_Section, frozen=True):
     """
 
     backend: Literal["onnxruntime", "tensorrt", "tensorrt-rtx"] = "onnxruntime"
-    targets: tuple[str, ...] = ()
+    targets: Strings = ()
     attention: Literal["native", "plugin"] = "native"
     layout: Literal["separate", "shared"] = "separate"
     batch: Range = Range(min=1, opt=1, max=8)
@@ -171,7 +194,7 @@ class Parity(_Section, frozen=True):
 class Bench(_Section, frozen=True):
     """What is timed: each prompt length is followed by `new_tokens` decode steps."""
 
-    prompt_lens: tuple[int, ...] = (32, 256)
+    prompt_lens: Annotated[tuple[int, ...], pydantic.Field(strict=False)] = (32, 256)
     new_tokens: int = pydantic.Field(default=32, ge=2)
     batch: int = pydantic.Field(default=1, ge=1)
     repeats: int = pydantic.Field(default=5, ge=1)
@@ -182,13 +205,14 @@ class Bench(_Section, frozen=True):
 class Recipe(_Section, frozen=True):
     """A whole recipe with every default filled in."""
 
-    schema_version: Literal[1]
+    schema_version: int = pydantic.Field(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
     about: str
     compute_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     context_len: int | None = pydantic.Field(default=None, ge=1)
     """Positions the graphs serve; without it all that one set of the model's rotary frequencies can."""
     weights: Weights = Weights()
     activations: Activations = Activations()
+    smoothing: Smoothing = Smoothing()
     kv_cache: KVCache = KVCache()
     calibration: Calibration = Calibration()
     engine: Engine = Engine()
@@ -212,8 +236,9 @@ class Recipe(_Section, frozen=True):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether anything in the recipe is measured on text (static scales)."""
-        return self.kv_cache.format != "none" or self.has_static_activations
+        """Whether anything in the recipe is measured on text: static scales, second moments, sizes of channels."""
+        measured = self.weights.uses_hessian or self.smoothing.algorithm != "none"
+        return self.kv_cache.format != "none" or self.has_static_activations or measured
 
     @property
     def has_static_activations(self) -> bool:

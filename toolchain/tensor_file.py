@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from toolchain.artifact import CHUNK_BYTES
 from toolchain.errors import DtoolError
@@ -38,7 +39,10 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Every tensor of a safetensors file. Raises DtoolError when it is damaged or truncated."""
+    """Every tensor of a safetensors file. Raises DtoolError when it is damaged or truncated.
+
+    As the format demands, the byte ranges cover the data once: no hole, no overlap.
+    """
     size = path.stat().st_size
     with path.open("rb") as stream:
         prefix = stream.read(8)
@@ -48,22 +52,47 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         if not 2 <= header_bytes <= min(size - 8, MAX_HEADER_BYTES):
             raise _damaged(path, "a safetensors header", f"a header length of {header_bytes} in {size} bytes")
         try:
-            header = json.loads(stream.read(header_bytes))
-        except ValueError as error:
+            header = json.loads(stream.read(header_bytes), object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
             raise _damaged(path, "a JSON header", str(error)) from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "a JSON object as the header", f"{type(header).__name__}: {header!r:.80}")
     start = 8 + header_bytes
     entries = {name: _entry(path, name, item, start) for name, item in header.items() if name != "__metadata__"}
-    end = max((e.offset + e.length for e in entries.values()), default=start)
+    end = _require_cover(path, entries, start)
     if end != size:
         raise _damaged(path, f"{end} bytes by its header", f"{size} bytes")
     return entries
 
 
-def _entry(path: Path, name: str, item: Mapping[str, object], start: int) -> TensorEntry:
-    try:
-        code, shape, (begin, end) = str(item["dtype"]), tuple(item["shape"]), item["data_offsets"]  # type: ignore[misc]
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, f"dtype, shape and data_offsets of {name}", str(item)) from error
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object, none of whose names stands twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"two entries of the name {next(n for n in names if names.count(n) > 1)}")
+    return found
+
+
+def _require_cover(path: Path, entries: Mapping[str, TensorEntry], start: int) -> int:
+    """Where the data ends. Refuses ranges that leave bytes out or share some, whatever order the header has."""
+    end, before = start, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].length)):
+        if entry.offset != end:
+            what = "a hole" if entry.offset > end else "an overlap"
+            expected = f"the bytes of {name} right after {before}, from byte {end - start} of the data"
+            raise _damaged(path, expected, f"them from byte {entry.offset - start}: {what}")
+        end, before = entry.offset + entry.length, name
+    return end
+
+
+def _entry(path: Path, name: str, item: object, start: int) -> TensorEntry:
+    parts = [item.get(key) for key in ("dtype", "shape", "data_offsets")] if isinstance(item, dict) else [None] * 3
+    code, shape, offsets = parts
+    if not isinstance(code, str) or not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+        expected = f"a dtype, a shape of counts and two data_offsets, none below zero, for {name}"
+        raise _damaged(path, expected, f"{item!r:.200}")
+    begin, end = offsets
     if code not in BY_SAFETENSORS:
         raise DtoolError(
             f"{path}: tensor {name} is stored as {code}",
@@ -74,7 +103,11 @@ def _entry(path: Path, name: str, item: Mapping[str, object], start: int) -> Ten
     fmt = BY_SAFETENSORS[code]
     if end - begin != math.prod(shape) * fmt.bytes:
         raise _damaged(path, f"{math.prod(shape) * fmt.bytes} bytes for {name} {list(shape)}", f"{end - begin} bytes")
-    return TensorEntry(path, fmt.name, shape, start + begin, end - begin)
+    return TensorEntry(path, fmt.name, tuple(shape), start + begin, end - begin)
+
+
+def _is_counts(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _damaged(path: Path, expected: str, found: str) -> DtoolError:

@@ -39,6 +39,7 @@ EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "
 EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24}
 GEMMA2 = GEMMA | {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0, "query_pre_attn_scalar": 32}
 GEMMA2_KEYS = GEMMA_KEYS | {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}
+THIRDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
 LONG = {"long_factor": [2.0, 3.5] * 4, "short_factor": [1.0, 1.25] * 4}
 PHI3_LONG = {
     "rope_scaling": {"type": "longrope", **LONG}, "max_position_embeddings": 128,
@@ -71,6 +72,12 @@ CASES = {
     "llama tied": ("llama", "llama", {"tie_word_embeddings": True}, {}, {}),
     "llama with biases": ("llama", "llama", {"attention_bias": True}, {}, {}),
     "llama with its own head size": ("llama", "llama", {"head_dim": 32}, {"attention.key_length": 32}, {}),
+    "llama linear without its type": (
+        "llama", "llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {"rope.scaling.factor": 4.0}, {},
+    ),
+    "llama linear of old": (
+        "llama", "llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {"rope.scale_linear": 4.0}, {},
+    ),
     "llama linear": (
         "llama", "llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
         {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {},
@@ -79,11 +86,11 @@ CASES = {
         "llama", "llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}, {"rope.freq_base": 500000.0},
         {"rope_freqs.weight": llama3_divisors(500000.0)},
     ),
-    "mixtral": ("llama", "mixtral", EXPERTS, EXPERT_KEYS, {}),
+    "mixtral": ("llama", "mixtral", EXPERTS, {"expert_count": 4, "expert_used_count": 2}, {}),
     "qwen2": ("qwen2", "qwen2", {}, {}, {}),
     "qwen3": ("qwen3", "qwen3", {"head_dim": 32}, {"attention.key_length": 32}, {}),
     "qwen3moe": ("qwen3moe", "qwen3_moe", EXPERTS | {"norm_topk_prob": True}, EXPERT_KEYS, {}),
-    "gemma": ("gemma", "gemma", GEMMA, GEMMA_KEYS, {}),
+    "gemma": ("gemma", "gemma", GEMMA, {"attention.key_length": 32, "attention.value_length": 32}, {}),
     "gemma2": ("gemma2", "gemma2", GEMMA2, GEMMA2_KEYS, {}),
     "gemma2 27B": (
         "gemma2", "gemma2", GEMMA2 | {"num_hidden_layers": 46, "query_pre_attn_scalar": HIDDEN // HEADS},
@@ -104,6 +111,14 @@ CASES = {
     "gemma3 27B": ("gemma3", "gemma3_text", GEMMA | {"num_hidden_layers": 62, "query_pre_attn_scalar": 16},
                    GEMMA_KEYS | {"block_count": 62}, {}),
     "phi3": ("phi3", "phi3", {"sliding_window": 5}, {"attention.sliding_window": 5}, {}),
+    "gemma3 pattern": (
+        "gemma3", "gemma3_text",
+        GEMMA | {"num_hidden_layers": 7, "query_pre_attn_scalar": 32, "layer_types": THIRDS},
+        GEMMA_KEYS | {"block_count": 7, "attention.sliding_window_pattern": 3}, {},
+    ),
+    "phi3 in part": (
+        "phi3", "phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}, {"rope.dimension_count": 8}, {},
+    ),
     "phi3 long": (
         "phi3", "phi3", PHI3_LONG,
         {"rope.scaling.original_context_length": 64,

@@ -182,19 +182,45 @@ def test_metadata_of_another_model_is_refused(tmp_path, folder, keys, text):
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("content", [b"", b"not a model", b"GGUF\x03\0\0\0", b"GGUF\x01\0\0\0" + bytes(20)])
-def test_a_file_that_is_no_gguf_is_refused(tmp_path, folder, content):
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "an empty file"),
+        (b"not a model", "another kind of file, of 11 bytes"),
+        (b"GGUF\x03\0\0\0", "a file of 8 bytes, cut short"),
+        (b"GGUF\x01\0\0\0" + bytes(20), "version 1"),
+    ],
+)
+def test_a_file_that_is_no_gguf_is_refused(tmp_path, folder, content, found):
     (tmp_path / "x.gguf").write_bytes(content)
-    with pytest.raises(DtoolError, match="cannot be read"):
+    with pytest.raises(DtoolError, match="cannot be read") as failure:
         checkpoint_from_gguf(tmp_path / "x.gguf", folder)
+    assert found in failure.value.found
+
+
+def test_a_byte_changed_anywhere_in_the_header_raises_nothing_but_a_refusal(tiny_gguf, tmp_path, folder):
+    data = tiny_gguf.path.read_bytes()
+    rng = np.random.default_rng(0)
+    texts: list[str] = []
+    for _ in range(60):
+        changed = bytearray(data)
+        changed[int(rng.integers(8, 600))] = int(rng.integers(256))
+        (tmp_path / "x.gguf").write_bytes(changed)
+        try:
+            gguf_checkpoint.checkpoint_from_gguf(tmp_path / "x.gguf", folder, lambda line: None, weights=False)
+        except DtoolError as error:
+            texts.append(str(error))
+    assert texts
+    assert not [text for text in texts if "dtype" in text or "array" in text]
 
 
 @pytest.mark.parametrize("keep", [0.02, 0.2, 0.5, 0.999])
 def test_a_cut_file_is_refused_wherever_it_is_cut(tiny_gguf, tmp_path, folder, keep):
     data = tiny_gguf.path.read_bytes()
     (tmp_path / "cut.gguf").write_bytes(data[: int(keep * len(data))])
-    with pytest.raises(DtoolError, match=r"cut\.gguf cannot be read"):
+    with pytest.raises(DtoolError, match=r"cut\.gguf cannot be read") as failure:
         checkpoint_from_gguf(tmp_path / "cut.gguf", folder)
+    assert failure.value.found == f"a file of {int(keep * len(data))} bytes, cut short or damaged"
     assert not list(folder.iterdir())
 
 

@@ -91,7 +91,7 @@ def write_gguf(
 
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in keys.items():
-        add_value(writer, key if key.startswith("split.") else f"{architecture}.{key}", value)
+        add_value(writer, key if key.startswith(("split.", "other.")) else f"{architecture}.{key}", value)
     for key, value in (tokenizer or byte_tokenizer()).items():
         add_value(writer, f"tokenizer.{key}", value)
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}

@@ -15,6 +15,7 @@ from tests.conftest import save_tiny
 from tests.model.checkpoint_files import (
     EMBEDDING,
     HEAD,
+    IDS,
     INDEX,
     NORM,
     SINGLE,
@@ -59,9 +60,22 @@ def test_a_tied_matrix_under_the_heads_name_fills_both(tmp_path):
     theirs = logits(tmp_path / "m")
     edit_tensors(tmp_path / "m", lambda t: {(HEAD if n == EMBEDDING else n): v for n, v in t.items()})
     assert torch.equal(logits(tmp_path / "m"), theirs)
-    edit_tensors(tmp_path / "m", lambda t: t | {EMBEDDING: t[HEAD], HEAD: t[HEAD] + 1})
+    edit_tensors(tmp_path / "m", lambda t: t | {EMBEDDING: t[HEAD].clone()})
     assert torch.equal(logits(tmp_path / "m"), theirs)
-    assert "copy of the head is not used" in notes(tmp_path / "m")
+    assert "the stored copy, which is the same, is not used" in notes(tmp_path / "m")
+
+
+def test_two_matrices_that_differ_are_not_tied_whatever_the_config_says(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    save_tiny(tmp_path / "m", tie_word_embeddings=True)
+    edit_tensors(tmp_path / "m", lambda t: t | {HEAD: t[EMBEDDING] * 2 + 1})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    with torch.inference_mode():
+        theirs = model(IDS).logits
+    assert float((logits(tmp_path / "m") - theirs).abs().max()) <= 1e-4 * float(theirs.abs().max())
+    assert "they are kept apart" in notes(tmp_path / "m")
+    assert not open_checkpoint(tmp_path / "m").config.tie_word_embeddings
 
 
 def test_an_untied_model_without_a_head_is_refused(copy):
@@ -129,6 +143,12 @@ def test_an_index_without_a_map_of_file_names_is_refused(copy, weight_map):
     assert "no weight_map of file names" in refusal(copy)
     (copy / INDEX).write_text("{")
     assert "not JSON" in refusal(copy)
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a": ' * 100_000, b"\xff", b"{"])
+def test_a_config_that_is_no_json_is_said_to_be_none(copy, data):
+    (copy / "config.json").write_bytes(data)
+    assert "config.json is not JSON" in refusal(copy)
 
 
 def test_names_without_their_root_are_those_of_a_model_saved_without_its_head(tmp_path):

@@ -144,7 +144,7 @@ def test_the_first_phi3_configs_call_longrope_su():
     ("changes", "text"),
     [
         ({"model_type": "lama"}, "did you mean llama"),
-        ({"model_type": None}, "model_type 'None' is not supported"),
+        ({"model_type": None}, "expected: the key model_type"),
         ({"model_type": ["llama"]}, "is not supported"),
         ({"rope_parameters": {"rope_type": "foo", "rope_theta": 1e4}}, "RoPE type 'foo'"),
         ({"rope_scaling": {"type": "foo"}}, "default, linear, ntk, dynamic, yarn, llama3, longrope"),
@@ -168,6 +168,37 @@ def test_the_first_phi3_configs_call_longrope_su():
         ({"hidden_act": "swiglu"}, "silu, swish, gelu"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"hidden_act": ["silu"]}, "hidden_act ['silu'] is not supported"),
+        ({"hidden_act": {"name": "silu"}}, "is not supported"),
+        ({"rope_theta": 0}, "rope_theta: Input should be greater than 0"),
+        ({"rope_theta": -10000.0}, "rope_theta: Input should be greater than 0"),
+        ({"rope_theta": "10000"}, "rope_theta: Input should be a valid number"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta: Input should be greater"),
+        ({"rope_scaling": {"type": "linear", "factor": "4"}}, "factor: Input should be a valid number"),
+        ({"rope_scaling": {"type": "linear", "factor": True}}, "factor: Input should be a valid number"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": "32"}},
+            "original_max_position_embeddings of config.json is no size",
+        ),
+        ({"model_type": "stablelm", "partial_rotary_factor": "0.5"}, "partial_rotary_factor of config.json is no"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps of config.json is no number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps of config.json is no number"),
+        ({"tie_word_embeddings": "true"}, "tie_word_embeddings of config.json is no truth value"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings of config.json is no truth value"),
+        ({"attention_bias": "false"}, "attention_bias of config.json is no truth value"),
+        ({"model_type": "cohere", "use_qk_norm": "no"}, "use_qk_norm of config.json is no truth value"),
+        ({"model_type": "cohere", "logit_scale": "0.5"}, "logit_scale of config.json is no number"),
+        ({"model_type": "gemma2", "attn_logit_softcapping": "50"}, "attn_logit_softcapping of config.json is no"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": -256}, "query_pre_attn_scalar of config.json is no"),
+        ({"model_type": "qwen2", "max_window_layers": "1"}, "max_window_layers of config.json is no size"),
+        ({"model_type": "smollm3", "no_rope_layers": ["no", "no"]}, "no_rope_layers of config.json is no list"),
+        ({"eos_token_id": "2"}, "eos_token_ids.0: Input should be a valid integer"),
+        ({"bos_token_id": True}, "bos_token_id: Input should be a valid integer"),
+        ({"is_encoder_decoder": True}, "sets is_encoder_decoder"),
+        ({"add_cross_attention": True}, "sets add_cross_attention"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "no causal language model"),
+        ({"architectures": ["LlamaForTokenClassification"]}, "found:    LlamaForTokenClassification"),
+        ({"architectures": "LlamaForCausalLM"}, "no list of names"),
         ({"vocab_size": None}, "the key vocab_size"),
         ({"hidden_size": "64"}, "hidden_size of config.json is no size"),
         ({"hidden_size": 64.5}, "hidden_size"),
@@ -181,7 +212,7 @@ def test_the_first_phi3_configs_call_longrope_su():
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "1 layers are described"),
         ({"model_type": "gemma2", "sliding_window": 0}, "a sliding_window of at least 1"),
         ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5"),
-        ({"model_type": "qwen2_moe", "decoder_sparse_step": 0}, "config.json describes no decoder"),
+        ({"model_type": "qwen2_moe", "decoder_sparse_step": 0}, "decoder_sparse_step of config.json is no size"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "config.json describes no decoder"),
         ({"model_type": "phi3", "rope_scaling": {"type": "yarn", "short_factor": [1], "long_factor": [1]}}, "unknown"),
     ],
@@ -203,6 +234,49 @@ def test_keys_that_nothing_asks_for_are_noted():
     notes: list[str] = []
     config_from_hf(LLAMA | {"use_cache": True, "attention_sinks": 4, "rope_scaling": None}, {}, notes=notes)
     assert notes == ["config keys that dtool does not know: attention_sinks"]
+
+
+def test_an_unknown_model_type_prints_the_list_once():
+    with pytest.raises(DtoolError) as failure:
+        read(LLAMA | {"model_type": "zzzzz"})
+    assert str(failure.value).count("starcoder2") == 1
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gptj", "gpt_neox", "opt", "xglm", "falcon"])
+def test_kv_heads_of_models_that_have_none_are_left_out_with_a_note(model_type):
+    document = document_of(model_type)
+    notes: list[str] = []
+    config = config_from_hf(document | {"num_key_value_heads": 1}, {}, notes=notes)
+    assert config == config_from_hf(document, {})
+    assert [note for note in notes if "num_key_value_heads" in note]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"eos_token_id": 97}, "eos_token_id 97"),
+        ({"eos_token_id": [2, 50256]}, "eos_token_id 50256"),
+        ({"eos_token_id": -1}, "eos_token_id -1"),
+        ({"bos_token_id": 97}, "bos_token_id 97"),
+    ],
+)
+def test_special_tokens_outside_the_vocabulary_are_noted(fields, text):
+    notes: list[str] = []
+    config_from_hf(LLAMA | fields, {}, notes=notes)
+    assert notes == [f"outside the vocabulary of 97 tokens, so never met: {text}"]
+
+
+@pytest.mark.parametrize("names", [["LlamaModel"], ["LlamaForCausalLM"], ["Odd", "LlamaForCausalLM"], [], None])
+def test_causal_models_and_their_trunks_pass_without_a_note(names):
+    notes: list[str] = []
+    config_from_hf(LLAMA | {"architectures": names}, {}, notes=notes)
+    assert not notes
+
+
+def test_a_class_of_an_unknown_kind_is_noted():
+    notes: list[str] = []
+    config_from_hf(LLAMA | {"architectures": ["LlamaThing"]}, {}, notes=notes)
+    assert notes == ["the config's architectures say LlamaThing: taken as a causal language model"]
 
 
 def test_a_context_shorter_than_the_models_is_noted():

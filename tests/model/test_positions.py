@@ -1,6 +1,7 @@
 """Rotary frequencies by their closed forms and by known numbers, and what a rotation must keep."""
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -196,6 +197,16 @@ def test_a_layer_without_rotation_is_turned_by_zero():
     x = torch.randn(1, 128, 2, 16, generator=torch.Generator().manual_seed(0))
     assert torch.equal(rotate(x, cos[None, :, None], sin[None, :, None]), x)
     assert set(tables) == {"rope.cos", "rope.sin", "no_rope.cos", "no_rope.sin"}
+
+
+@pytest.mark.parametrize("fields", [{}, {"position_embedding": "sinusoidal"}])
+def test_tables_too_large_to_hold_are_refused_before_they_are_built(fields):
+    start = time.perf_counter()
+    with pytest.raises(DtoolError, match=r"--set context_len=131072") as failure:
+        position_tables(config(positions=10**9, **fields))
+    assert time.perf_counter() - start < 1
+    assert "GiB" in failure.value.found
+    position_tables(config(positions=10**9, context_len=1000, **fields))
 
 
 @pytest.mark.parametrize("offset", [0, 2])

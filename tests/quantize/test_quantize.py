@@ -18,10 +18,11 @@ from toolchain.model.config import DecoderConfig
 from toolchain.model.load import load_artifact_decoder
 from toolchain.model.quantized import dequantize_weight
 from toolchain.numerics import dequantize, pack_int4, quantize, scale_from_amax, token_scale, unpack_int4
-from toolchain.quantize.calibration import calibrate
 from toolchain.quantize.plan import plan_quantization
-from toolchain.quantize.rtn import round_to_nearest
+from toolchain.quantize.rounding import round_matrix
 from toolchain.quantize.stage import quantize_artifact
+from toolchain.quantize.walk import static_scales, walk
+from toolchain.recipe import Weights
 from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import fake_quant_runner
 from toolchain.tensor_file import read_header, read_tensor
@@ -45,6 +46,13 @@ def test_codes_are_those_of_onnx_quantize_linear(values, scale):
     theirs = np.clip(np.rint(x / np.float32(scale)), -128, 127).astype(np.int8)
     ours = quantize(torch.from_numpy(x), torch.tensor(scale, dtype=torch.float32))
     assert np.array_equal(ours.numpy(), theirs)
+
+
+def round_to_nearest(weight, fmt, granularity, *, group_size=0, **options):
+    """Codes and scales by the largest weight."""
+    weights = Weights(format=fmt, granularity=granularity)
+    rounded = round_matrix(weight, weights, group_size=group_size, **options)
+    return rounded.codes, rounded.scale
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (64, 64)])
@@ -249,14 +257,18 @@ def test_doubled_cache_scale_changes_the_output(exported, tmp_path):
 
 
 def test_ranges_do_not_depend_on_the_batch_size(exported):
-    decoder, _ = load_artifact_decoder(open_artifact(exported))
+    artifact = open_artifact(exported)
+    entries = read_header(artifact.file("weights.safetensors"))
+    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
     blocks = random_ids(14, 6, 30)
 
     def scales(batch, granularity):
         recipe = make_recipe(kv_cache={"format": "int8", "granularity": granularity}, calibration={"batch": batch})
-        return calibrate(decoder, blocks, recipe, (), torch.float32, lambda _: None)
+        layers = walk(entries, config, recipe, blocks, (), lambda _: None)
+        return {n: s for layer in layers for n, s in static_scales(layer, recipe, set(), torch.float32).items()}
 
     one, six = scales(1, "head"), scales(6, "head")
+    assert len(one) == 4
     for name, scale in one.items():
         torch.testing.assert_close(six[name], scale, rtol=1e-5, atol=0)
     assert all(len(scale.unique()) == 1 for scale in scales(6, "tensor").values())

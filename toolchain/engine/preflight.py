@@ -23,7 +23,7 @@ def preflight(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path]
     require_backend(engine.backend)
     _check_libraries(engine, plugin_libraries)
     config = DecoderConfig.model_validate(source.json("decoder.json"))
-    _check_sizes(engine, config)
+    check_sizes(engine, config)
     facts = Facts(source, engine, targets, _load_graphs(source), tuple(plugin_libraries))
     for rule in RULES[engine.backend]:
         rule(facts)
@@ -93,7 +93,8 @@ def _check_libraries(engine: Engine, plugin_libraries: Sequence[Path]) -> None:
         )
 
 
-def _check_sizes(engine: Engine, config: DecoderConfig) -> None:
+def check_sizes(engine: Engine, config: DecoderConfig) -> None:
+    """Refuse a cache longer than the model's positions, and prompts longer than the cache."""
     if engine.kv_capacity > config.context_len:
         raise DtoolError(
             "the cache is longer than the model's positions",

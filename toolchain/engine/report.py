@@ -260,7 +260,8 @@ def _verify_attention(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) 
         f"attention is not fused in every layer of {phase}",
         expected=f"{'the plugin' if facts.plugin else 'a dedicated kernel'} for each of {len(facts.attention)} nodes",
         found=f"{len(fused)}; without one: {name_list(missing) or 'unnamed'}",
-        fix="use compute_dtype float16 or bfloat16 and a head_dim from 16 to 256",
+        fix="use compute_dtype float16 or bfloat16 and a head_dim from 16 to 256; where this backend has no kernel for "
+        "the number of heads either, --set engine.attention=plugin",
     )
 
 

@@ -75,6 +75,9 @@ def check_source(source: Artifact, recipe: Recipe) -> None:
     made = source.manifest.recipe
     asked = recipe.model_dump(mode="json")
     differs = [("compute_dtype", asked["compute_dtype"], source.manifest.details.get("compute_dtype"))]
+    if recipe.context_len is not None:
+        context_len = source.json("decoder.json")["context_len"]
+        differs.append(("context_len", recipe.context_len, context_len))
     for section in ("weights", "activations", "kv_cache"):
         wanted, found = asked[section], made.get(section, {"format": "none"})
         if wanted["format"] == found["format"] == "none":

@@ -18,6 +18,7 @@ from typing import Any
 
 from toolchain.errors import DtoolError, did_you_mean
 from toolchain.fetch.gguf_file import INSTEAD, PLAIN_TYPES, Gguf
+from toolchain.fetch.gguf_keys import refuse_unread
 
 Config = dict[str, Any]
 LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -72,7 +73,7 @@ def _query_scalar(gguf: Gguf, layers_of_27b: int) -> int:
 
 
 def _gemma2(gguf: Gguf) -> Config:
-    return {
+    return _pattern(gguf) | {
         "hidden_activation": "gelu_pytorch_tanh",
         "attn_logit_softcapping": gguf.real("attn_logit_softcapping"),
         "final_logit_softcapping": gguf.real("final_logit_softcapping"),
@@ -83,7 +84,7 @@ def _gemma2(gguf: Gguf) -> Config:
 
 def _gemma3(gguf: Gguf) -> Config:
     # set_swa_pattern(6); rope_freq_base_train_swa = 10000 where the file has none
-    return {
+    return _pattern(gguf) | {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": gguf.size("attention.sliding_window"),
         "sliding_window_pattern": 6,
@@ -94,15 +95,36 @@ def _gemma3(gguf: Gguf) -> Config:
     }
 
 
+def _pattern(gguf: Gguf) -> Config:
+    """Which layers have the window, where the file says it: all but every so many, or one by one."""
+    key = "attention.sliding_window_pattern"
+    found, layers = gguf.own(key, None), gguf.size("block_count")
+    if found is None:
+        return {}
+    if isinstance(found, list):
+        slides = [bool(one) for one in found]
+    else:
+        period = gguf.size(key)
+        slides = [i % period < period - 1 for i in range(layers)]
+    return {"layer_types": ["sliding_attention" if one else "full_attention" for one in slides]}
+
+
 def _phi3(gguf: Gguf) -> Config:
     longest = gguf.size("context_length")
     trained = gguf.size("rope.scaling.original_context_length", longest)
+    long = _long_factors(gguf, longest, trained)
     return {
         "sliding_window": gguf.own("attention.sliding_window", 0) or None,
         "original_max_position_embeddings": trained,
-        "partial_rotary_factor": gguf.size("rope.dimension_count", head_dim(gguf)) / head_dim(gguf),
-        "rope_scaling": _long_factors(gguf, longest, trained),
+        "partial_rotary_factor": _share(gguf.size("rope.dimension_count", head_dim(gguf)), head_dim(gguf)),
+        **({"rope_scaling": long} if long else {}),
     }
+
+
+def _share(rotated: int, dim: int) -> float:
+    """What part of a head is rotated, such that int(dim * share) gives `rotated` back."""
+    share = rotated / dim
+    return share if int(dim * share) == rotated else math.nextafter(share, 2.0)
 
 
 ARCHITECTURES = {
@@ -125,7 +147,7 @@ def architecture_of(gguf: Gguf) -> Architecture:
             f"{gguf.path} holds a model of another architecture than dtool reads from GGUF",
             expected=", ".join(ARCHITECTURES),
             found=name,
-            fix=f"{did_you_mean(name, ARCHITECTURES)} Or {INSTEAD}",
+            fix=f"{hint} Or {INSTEAD}" if (hint := did_you_mean(name, ARCHITECTURES)).startswith("did") else INSTEAD,
         )
     return ARCHITECTURES[name]
 
@@ -163,7 +185,9 @@ def config_from_gguf(gguf: Gguf) -> Config:
         "eos_token_id": gguf.get(token("eos"), None),
         "pad_token_id": gguf.get(token("padding"), None),
     }
-    return common | architecture.keys(gguf)
+    config = common | architecture.keys(gguf)
+    refuse_unread(gguf, config)
+    return config
 
 
 def _dtype(gguf: Gguf) -> str:
@@ -174,17 +198,22 @@ def _dtype(gguf: Gguf) -> str:
 
 
 def _rope_scaling(gguf: Gguf) -> Config | None:
-    kind = gguf.own("rope.scaling.type", "none")
-    if "rope_freqs.weight" in gguf.tensors and kind == "none":
+    # llama.cpp takes a factor without a type for linear, and has an older name for it
+    factor = gguf.real("rope.scaling.factor", gguf.real("rope.scale_linear", 1.0)) or 1.0
+    kind = gguf.own("rope.scaling.type", "none" if factor == 1 else "linear")
+    factors = [name for name in gguf.tensors if name.startswith("rope_f")]
+    if factors == ["rope_freqs.weight"] and kind == "none":
         return _llama3_bands(gguf)
-    if kind == "none" or (kind == "longrope" and gguf.architecture == "phi3"):
+    if gguf.architecture == "phi3" and kind in {"none", "longrope"} and len(factors) in {0, 2}:
+        return None  # by its two lists, if it has them
+    if kind == "none" and not factors:
         return None
-    if kind == "linear" and "rope_freqs.weight" not in gguf.tensors:
-        return {"rope_type": "linear", "factor": gguf.real("rope.scaling.factor")}
+    if kind == "linear" and not factors:
+        return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     raise DtoolError(
         f"{gguf.path} stretches its rotary frequencies",
         expected="none, linear, or the bands of Llama 3",
-        found=kind,
+        found=f"{kind} {', '.join(factors)}".strip(),
         fix=INSTEAD,
     )
 

@@ -25,13 +25,12 @@ from toolchain.errors import DtoolError, name_list
 from toolchain.fetch.download import Report
 from toolchain.fetch.gguf_architectures import architecture_of, config_from_gguf
 from toolchain.fetch.gguf_file import INSTEAD, PLAIN_TYPES, Gguf, as_float32, open_gguf, read_pieces
+from toolchain.fetch.gguf_keys import foreign_keys
 from toolchain.fetch.gguf_tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
 
-CONFIG_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-"""Tensors that went into config.json."""
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -60,6 +59,8 @@ def checkpoint_from_gguf(gguf_path: Path, folder: Path, report: Report, *, weigh
     gguf = open_gguf(gguf_path)
     config = config_from_gguf(gguf)
     sources = match_tensors(gguf, config)
+    if foreign := foreign_keys(gguf):
+        report(f"note: metadata of {gguf_path.name} that is not the model's own is left out: {name_list(foreign)}")
     if weights:
         _require_room(gguf, sources, folder)
     if unknown := write_tokenizer(gguf, folder, config["max_position_embeddings"]):
@@ -99,7 +100,7 @@ def match_tensors(gguf: Gguf, config: dict[str, Any]) -> dict[str, Source]:
     shapes = {name: shape for s in parts for name, shape in zip(s.names, s.shapes, strict=True)}
     names = _gguf_names(gguf, config["num_hidden_layers"], shapes)
     absent = [f"{ours} ({theirs or 'no name'})" for ours, theirs in names.items() if theirs not in gguf.tensors]
-    unknown = sorted(set(gguf.tensors) - set(names.values()) - CONFIG_TENSORS)
+    unknown = sorted(set(gguf.tensors) - set(names.values()) - gguf.read)
     if absent or unknown:
         raise DtoolError(
             f"the tensors of {gguf.path} are not those of its model",

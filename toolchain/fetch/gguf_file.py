@@ -8,7 +8,7 @@ Source: GGUF specification (ggml-org/ggml, docs/gguf.md).
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,12 @@ INSTEAD = "give the model's Hugging Face folder instead"
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """An opened file. `tensors` by their GGUF names."""
+    """An opened file. `tensors` by their GGUF names; `read`: what went into the config, own keys and vectors."""
 
     path: Path
     reader: "GGUFReader"
     tensors: dict[str, "ReaderTensor"]
+    read: set[str] = field(default_factory=set)
 
     @property
     def architecture(self) -> str:
@@ -55,6 +56,7 @@ class Gguf:
 
     def own(self, key: str, *default: Any) -> Any:
         """One value of the model's own keys, without their prefix."""
+        self.read.add(key)
         return self.get(f"{self.architecture}.{key}", *default)
 
     def size(self, key: str, *default: int) -> int:
@@ -89,6 +91,7 @@ class Gguf:
         """A small tensor, whole, as float32."""
         import numpy as np
 
+        self.read.add(name)
         return np.concatenate([as_float32(self, name, piece) for piece in read_pieces(self, name)]).reshape(-1)
 
 
@@ -98,11 +101,15 @@ def open_gguf(path: Path) -> Gguf:
 
     try:
         reader = GGUFReader(str(path))
-    except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
+        for key_value in reader.fields.values():
+            key_value.contents()
+    except OSError as error:
+        raise DtoolError(f"{path} cannot be read", found=str(error)) from error
+    except Exception as error:  # of numpy and the package, about their own arrays
         raise DtoolError(
             f"{path} cannot be read",
             expected="a GGUF file of version 2 or 3",
-            found=str(error) or "a cut file",
+            found=_first_bytes(path),
             fix="download it again",
         ) from error
     gguf = Gguf(path, reader, {tensor.name: tensor for tensor in reader.tensors})
@@ -124,6 +131,19 @@ def open_gguf(path: Path) -> Gguf:
             fix="give a file of another quantization, best F16 or Q8_0",
         )
     return gguf
+
+
+def _first_bytes(path: Path) -> str:
+    """What a file that cannot be read is, by its size and its first bytes."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        magic, version = stream.read(4), stream.read(4)
+    if magic != b"GGUF":
+        return f"another kind of file, of {size} bytes" if size else "an empty file"
+    number = min((int.from_bytes(version, order) for order in ("little", "big")), default=0)
+    if len(version) == 4 and number not in (2, 3):
+        return f"version {number}"
+    return f"a file of {size} bytes, cut short or damaged"
 
 
 def shortest(value: float) -> float:

@@ -17,7 +17,7 @@ from toolchain.model.config import DecoderConfig
 from toolchain.model.hf import Stored, benign_suffixes, config_from_hf, root_prefix, stored_parts
 from toolchain.model.parameters import EMBEDDING, HEAD, parameter_shapes
 from toolchain.model.pickle_file import read_pickle
-from toolchain.tensor_file import TensorEntry, read_header
+from toolchain.tensor_file import TensorEntry, read_chunks, read_header
 
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 TOKENIZER_FILES = (
@@ -80,6 +80,9 @@ def open_checkpoint(folder: Path, context_len: int | None = None) -> Checkpoint:
     notes: list[str] = []
     stored = _read_tensors(folder, notes)
     config = config_from_hf(document, stored, context_len=context_len, notes=notes)
+    stored = _rooted(root_prefix(document), stored_parts(document, config), stored, notes)
+    if config.tie_word_embeddings:
+        config = _settle_tie(document, config, stored, notes)
     parameters = _match(document, config, stored, notes)
     files = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
     if folder / "tokenizer.json" not in files:
@@ -97,7 +100,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         )
     try:
         document = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DtoolError(f"{path} is not JSON", found=str(error), fix="download the file again") from error
     if not isinstance(document, dict):
         raise DtoolError(f"{path} is not a JSON object", found=type(document).__name__)
@@ -179,9 +182,6 @@ def _match(
 ) -> dict[str, Parameter]:
     """Pair every parameter with its stored tensors one to one, or say exactly what does not fit."""
     wanted = stored_parts(document, config)
-    stored = _rooted(root_prefix(document), wanted, stored, notes)
-    if config.tie_word_embeddings:
-        _resolve_tied(document, config, wanted, stored, notes)
     expected = {name: shape for s in wanted.values() for name, shape in zip(s.names, s.shapes, strict=True)}
     benign = benign_suffixes(document)
     missing = [name for name in expected if name not in stored]
@@ -229,17 +229,31 @@ def _rooted(
     return {root + name if root + name in rooted else name: entry for name, entry in stored.items()}
 
 
-def _resolve_tied(
-    document: dict[str, Any],
-    config: DecoderConfig,
-    wanted: dict[str, Stored],
-    stored: dict[str, TensorEntry],
-    notes: list[str],
-) -> None:
-    """The one matrix may be stored under either name, or under both."""
-    untied = stored_parts(document, config.model_copy(update={"tie_word_embeddings": False}))
-    (embedding,), (head,) = wanted[EMBEDDING].names, untied[HEAD].names
-    if embedding not in stored and head in stored:
+def _settle_tie(
+    document: dict[str, Any], config: DecoderConfig, stored: dict[str, TensorEntry], notes: list[str]
+) -> DecoderConfig:
+    """The config with the head tied, or untied where the checkpoint holds a head of its own.
+
+    The one matrix may be stored under either name, or under both. Two that differ are two matrices, whatever
+    the config says: so transformers 5 loads them.
+    """
+    untied = config.model_copy(update={"tie_word_embeddings": False})
+    parts = stored_parts(document, untied)
+    (embedding,), (head,) = parts[EMBEDDING].names, parts[HEAD].names
+    if head not in stored:
+        return config
+    if embedding not in stored:
         stored[embedding] = stored.pop(head)
-    elif stored.pop(head, None) is not None:
-        notes.append(f"the config ties {head} to {embedding}: the stored copy of the head is not used")
+        return config
+    if _same_bytes(stored[embedding], stored[head]):
+        del stored[head]
+        notes.append(f"the config ties {head} to {embedding}: the stored copy, which is the same, is not used")
+        return config
+    notes.append(f"the config ties {head} to {embedding}, but the stored ones differ: they are kept apart")
+    return untied
+
+
+def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return all(x == y for x, y in zip(read_chunks(a, holes=False), read_chunks(b, holes=False), strict=True))

@@ -1,7 +1,7 @@
 """What a decoder is, as data: every mechanism is a field, under its Hugging Face name where there is one."""
 
 import math
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
@@ -10,25 +10,29 @@ RopeName = Literal["rope", "local_rope", "no_rope"]
 MAX_LAYERS = 4096
 MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Matrices with one input are stored and multiplied as one: rows of the parts, one after the other."""
+Int = Annotated[int, pydantic.Strict()]
+Real = Annotated[float, pydantic.Strict()]
+Flag = Annotated[bool, pydantic.Strict()]
+"""No string or bool is taken for a number, and no string or number for a bool."""
 
 
 class Rope(pydantic.BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Rotary frequencies and how they are stretched beyond the trained context; see `positions`."""
 
-    rope_theta: float = pydantic.Field(default=10000.0, gt=0)
+    rope_theta: Real = pydantic.Field(default=10000.0, gt=0)
     rope_type: RopeType = "default"
-    factor: float = pydantic.Field(default=1.0, gt=0)
-    original_max_position_embeddings: int = 0
-    attention_factor: float | None = None
-    low_freq_factor: float = pydantic.Field(default=1.0, gt=0)
-    high_freq_factor: float = pydantic.Field(default=4.0, gt=0)
-    beta_fast: float = pydantic.Field(default=32.0, gt=0)
-    beta_slow: float = pydantic.Field(default=1.0, gt=0)
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
+    factor: Real = pydantic.Field(default=1.0, gt=0)
+    original_max_position_embeddings: Int = 0
+    attention_factor: Real | None = None
+    low_freq_factor: Real = pydantic.Field(default=1.0, gt=0)
+    high_freq_factor: Real = pydantic.Field(default=4.0, gt=0)
+    beta_fast: Real = pydantic.Field(default=32.0, gt=0)
+    beta_slow: Real = pydantic.Field(default=1.0, gt=0)
+    mscale: Real | None = None
+    mscale_all_dim: Real | None = None
+    truncate: Flag = True
+    short_factor: tuple[Real, ...] = ()
+    long_factor: tuple[Real, ...] = ()
 
     @pydantic.model_validator(mode="after")
     def _complete(self) -> Self:
@@ -50,87 +54,87 @@ class Rope(pydantic.BaseModel, frozen=True, extra="forbid", allow_inf_nan=False)
 class Layer(pydantic.BaseModel, frozen=True, extra="forbid"):
     """What may differ between the layers of one model."""
 
-    window: int = pydantic.Field(default=0, ge=0)
+    window: Int = pydantic.Field(default=0, ge=0)
     """Tokens a query sees, itself among them; 0: all of them."""
     rope: RopeName = "rope"
     """Which of the model's rotations it uses."""
-    experts: bool = False
+    experts: Flag = False
     """Whether its feed-forward is a mixture of experts."""
 
 
 class DecoderConfig(pydantic.BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Shape and mechanisms of one decoder-only model."""
 
-    vocab_size: int = pydantic.Field(ge=1)
-    hidden_size: int = pydantic.Field(ge=1)
-    intermediate_size: int = pydantic.Field(ge=1)
-    num_hidden_layers: int = pydantic.Field(ge=1, le=MAX_LAYERS)
+    vocab_size: Int = pydantic.Field(ge=1)
+    hidden_size: Int = pydantic.Field(ge=1)
+    intermediate_size: Int = pydantic.Field(ge=1)
+    num_hidden_layers: Int = pydantic.Field(ge=1, le=MAX_LAYERS)
     layers: tuple[Layer, ...] = ()
     """One per layer; empty: all are alike."""
 
     # attention
-    num_attention_heads: int = pydantic.Field(ge=1)
-    num_key_value_heads: int = pydantic.Field(ge=1)
-    head_dim: int = pydantic.Field(ge=2)
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qkv_clip: float = pydantic.Field(default=0.0, ge=0)
+    num_attention_heads: Int = pydantic.Field(ge=1)
+    num_key_value_heads: Int = pydantic.Field(ge=1)
+    head_dim: Int = pydantic.Field(ge=2)
+    qkv_bias: Flag = False
+    o_bias: Flag = False
+    qkv_clip: Real = pydantic.Field(default=0.0, ge=0)
     """Queries, keys and values are clipped to +-this, after a norm over their width; 0: not."""
     qk_norm: Literal["none", "head", "head_layer", "width"] = "none"
     """RMSNorm per head with one weight for all; LayerNorm per head, a weight per head; RMSNorm over all heads."""
-    attention_scale: float = pydantic.Field(default=0.0, ge=0)
+    attention_scale: Real = pydantic.Field(default=0.0, ge=0)
     """What scores are multiplied by; 0: 1 / sqrt(head_dim)."""
-    attention_softcap: float = pydantic.Field(default=0.0, ge=0)
+    attention_softcap: Real = pydantic.Field(default=0.0, ge=0)
 
     # positions
-    max_position_embeddings: int = pydantic.Field(ge=1)
+    max_position_embeddings: Int = pydantic.Field(ge=1)
     """The largest position the checkpoint is made for, plus one."""
-    context_len: int = pydantic.Field(ge=1)
+    context_len: Int = pydantic.Field(ge=1)
     """Positions that this decoder serves; by default all that `rope` can with one set of frequencies."""
     rope: Rope = Rope()
     local_rope: Rope | None = None
-    rotary_dim: int = pydantic.Field(ge=2)
-    rope_interleaved: bool = False
+    rotary_dim: Int = pydantic.Field(ge=2)
+    rope_interleaved: Flag = False
     position_embedding: Literal["none", "learned", "sinusoidal"] = "none"
-    position_offset: int = pydantic.Field(default=0, ge=0)
+    position_offset: Int = pydantic.Field(default=0, ge=0)
     """Row of position 0 in the position table."""
 
     # norms
     norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = pydantic.Field(gt=0)
-    norm_weight: bool = True
-    norm_bias: bool = False
-    norm_unit_offset: bool = False
+    norm_eps: Real = pydantic.Field(gt=0)
+    norm_weight: Flag = True
+    norm_bias: Flag = False
+    norm_unit_offset: Flag = False
     """Norms multiply by 1 + weight (Gemma)."""
     norm_placement: Literal["pre", "output", "sandwich", "stream"] = "pre"
     """Before each part, behind each part, both, or behind each sum (the first transformers)."""
-    parallel_residual: bool = False
+    parallel_residual: Flag = False
     """Attention and feed-forward read the same stream and are added at once."""
     parallel_norms: Literal[1, 2] = 1
     """Whether the two parts of a parallel layer share one norm."""
-    final_norm: bool = True
+    final_norm: Flag = True
 
     # feed-forward
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
-    gated_mlp: bool = True
-    mlp_bias: bool = False
-    num_experts: int = pydantic.Field(default=0, ge=0, le=4096)
-    num_experts_per_tok: int = pydantic.Field(default=0, ge=0)
-    moe_intermediate_size: int = pydantic.Field(default=0, ge=0)
-    norm_topk_prob: bool = False
-    shared_expert_intermediate_size: int = pydantic.Field(default=0, ge=0)
+    gated_mlp: Flag = True
+    mlp_bias: Flag = False
+    num_experts: Int = pydantic.Field(default=0, ge=0, le=4096)
+    num_experts_per_tok: Int = pydantic.Field(default=0, ge=0)
+    moe_intermediate_size: Int = pydantic.Field(default=0, ge=0)
+    norm_topk_prob: Flag = False
+    shared_expert_intermediate_size: Int = pydantic.Field(default=0, ge=0)
 
     # embedding and head
-    tie_word_embeddings: bool = False
-    lm_head_bias: bool = False
-    embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logit_multiplier: float = 1.0
-    final_logit_softcap: float = pydantic.Field(default=0.0, ge=0)
+    tie_word_embeddings: Flag = False
+    lm_head_bias: Flag = False
+    embedding_multiplier: Real = 1.0
+    residual_multiplier: Real = 1.0
+    logit_multiplier: Real = 1.0
+    final_logit_softcap: Real = pydantic.Field(default=0.0, ge=0)
 
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: Int | None = None
+    eos_token_ids: tuple[Int, ...] = ()
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -62,7 +62,8 @@ class Keys:
     """The keys of one config.json, and which of them were read.
 
     `aliases`: this family's names of common keys, which go first. `defaults`: what a missing key means,
-    by its common name. `inert`: more keys that change nothing.
+    by its common name. `inert`: more keys that change nothing. `ignored`: common keys that the family's
+    models do not have: they are as good as missing.
     """
 
     def __init__(
@@ -71,13 +72,15 @@ class Keys:
         aliases: Mapping[str, str] | None = None,
         defaults: Mapping[str, Any] | None = None,
         inert: tuple[str, ...] = (),
+        ignored: tuple[str, ...] = (),
     ) -> None:
         self.document, self.aliases, self.defaults = document, aliases or {}, defaults or {}
         self.read: set[str] = {*INERT, *inert}
+        self.ignored = frozenset(ignored)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it stands, null too; the family's default, or this one, where the key is missing."""
-        names = (self.aliases.get(key, key), key)
+        names = tuple(name for name in (self.aliases.get(key, key), key) if name not in self.ignored)
         self.read.update(names)
         found = [self.document[name] for name in names if name in self.document]
         return found[0] if found else self.defaults.get(key, default)
@@ -87,14 +90,35 @@ class Keys:
         value = self.get(key)
         return default if value is None else value
 
-    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+    def size(self, key: str, default: int | None = None, most: int = MAX_SIZE, least: int = 1) -> int:
         """A positive integer. Raises DtoolError where the value is none, or missing without a default."""
         value, name = self.given(key, default), self.aliases.get(key, key)
         if value is None:
             names = " or ".join(dict.fromkeys((name, key)))
             raise DtoolError("config.json is incomplete", expected=f"the key {names}", found="no such key")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise DtoolError(f"{name} of config.json is no size", expected=f"1..{most}", found=repr(value)[:80])
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise _no(name, "size", f"{least}..{most}", value)
+        return value
+
+    def real(self, key: str, default: float, *, positive: bool = False) -> float:
+        """A number, above zero where it must be `positive`. Raises DtoolError for any other value."""
+        value, name = self.given(key, default), self.aliases.get(key, key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or (positive and not value > 0):
+            raise _no(name, "number", "one above zero" if positive else "one without quotes", value)
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false. Raises DtoolError for any other value, of which "no" would be true."""
+        value = self.given(key, default)
+        if not isinstance(value, bool):
+            raise _no(self.aliases.get(key, key), "truth value", "true or false, without quotes", value)
+        return value
+
+    def counts(self, key: str, default: list[int]) -> list[int]:
+        """A list of integers, or of truth values. Raises DtoolError for any other value."""
+        value = self.given(key, default)
+        if not isinstance(value, list) or not all(isinstance(one, int) for one in value):
+            raise _no(self.aliases.get(key, key), "list of integers", "numbers without quotes", value)
         return value
 
     @property
@@ -116,18 +140,23 @@ class Keys:
     def one_of(self, key: str, meanings: dict[Any, Any], default: Any) -> Any:
         """What the value means. Raises DtoolError for a value without a meaning, naming those that have one."""
         found = self.given(key, default)
-        if found not in meanings:
+        if not isinstance(found, str) or found not in meanings:
             raise DtoolError(
-                f"{key} {found!r} is not supported",
+                f"{self.aliases.get(key, key)} {found!r:.80} is not supported",
                 expected=", ".join(map(str, meanings)),
-                found=str(found),
+                found=repr(found)[:80],
                 fix="use a checkpoint with one of these; nothing near it is ever computed instead",
             )
         return meanings[found]
 
     def unread(self) -> list[str]:
-        """Keys that nothing asked for, nulls apart."""
-        return sorted(k for k, v in self.document.items() if k not in self.read and v is not None)
+        """Keys that nothing asked for, nulls and ignored ones apart."""
+        return sorted(k for k, v in self.document.items() if k not in self.read | self.ignored and v is not None)
+
+
+def _no(name: str, kind: str, expected: str, value: Any) -> DtoolError:
+    fix = "mend config.json by the model's source"
+    return DtoolError(f"{name} of config.json is no {kind}", expected=expected, found=repr(value)[:80], fix=fix)
 
 
 def windows(keys: Keys, window: int | None, slides: Callable[[int], bool]) -> list[int]:
@@ -136,7 +165,7 @@ def windows(keys: Keys, window: int | None, slides: Callable[[int], bool]) -> li
     if kinds is None:
         kinds = [SLIDING if window is not None and slides(i) else FULL for i in range(keys.layers)]
     unknown = [kind for kind in kinds if kind not in (FULL, SLIDING)]
-    if unknown or (SLIDING in kinds and (not isinstance(window, int) or window < 1)):
+    if unknown or (SLIDING in kinds and (type(window) is not int or window < 1)):
         raise DtoolError(
             "config.json asks for a kind of attention that is not supported",
             expected=f"{FULL}, or {SLIDING} with a sliding_window of at least 1",
@@ -152,7 +181,9 @@ def head_size(keys: Keys) -> int:
 
 def rotary_size(keys: Keys) -> int:
     """Leading elements of a head that are rotated: a share of it in families that have a default for the share."""
-    share = float(rope_block(keys, FULL).get(SHARE, keys.given(SHARE, 1.0)))
+    share = rope_block(keys, FULL).get(SHARE, keys.given(SHARE, 1.0))
+    if not isinstance(share, int | float) or isinstance(share, bool):
+        raise _no(SHARE, "number", "one without quotes", share)
     if SHARE not in keys.defaults and share != 1:
         raise DtoolError(f"config.json sets {SHARE}, but this family rotates whole heads", found=str(share))
     return int(head_size(keys) * share)
@@ -203,17 +234,20 @@ def rope_fields(keys: Keys, layer_type: str | None = None, theta_key: str = "rop
             found=str(rope_type),
             fix="use a checkpoint with one of these; nothing is ever rotated plainly instead",
         )
-    theta = block.pop("rope_theta", None) or keys.given(theta_key, 10000.0)
+    outside = keys.given(theta_key, 10000.0)
+    theta = block.pop("rope_theta", outside)
     block.pop(SHARE, None)
     needed, optional = ROPE_FIELDS[rope_type]
     _check_rope(rope_type, block, needed, optional)
     fields = {"rope_theta": theta, "rope_type": rope_type} | block
     longest, original = keys.size("max_position_embeddings", 2048), "original_max_position_embeddings"
-    trained = keys.get(original)
+    trained = None if keys.get(original) is None else keys.size(original)
     if rope_type in {"yarn", "llama3", "longrope"}:
         if trained is not None:  # some models keep it beside the block, where it wins
             fields[original] = trained
         fields.setdefault(original, longest)
+        if type(fields[original]) is not int or fields[original] < 1:
+            raise _no(original, "size", f"1..{MAX_SIZE}", fields[original])
     if rope_type == "dynamic":
         fields[original] = longest
     if rope_type in {"yarn", "longrope"}:

@@ -220,7 +220,9 @@ class MixtureOfExperts(nn.Module):
             y_BTE = mix_experts(x_BTE, weights_BTk, ids_BTk, *matrices, self.spec)
         if not self.shared:
             return y_BTE
-        return y_BTE + self.shared_expert_gate(x_BTE).sigmoid() * self.shared_expert(x_BTE)
+        # a matrix of one row as a sum: kernels for one column add in an order that depends on the batch
+        share_BT1 = (x_BTE * self.shared_expert_gate.weight).sum(-1, keepdim=True).sigmoid()
+        return y_BTE + share_BT1 * self.shared_expert(x_BTE)
 
 
 class Block(nn.Module):

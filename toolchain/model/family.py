@@ -79,7 +79,7 @@ class Family:
     `names`: by the decoder's module, the stored module, or those whose rows follow one another; `{e}`
     runs over the experts, `{h}` over the heads. `layer`: where layer `{i}` is stored; `root`: what a
     trunk saved without its head leaves out. `benign`: stored tables that are computed anew. `inert`:
-    keys that change nothing about inference.
+    keys that change nothing about inference. `ignored`: common keys that its models do not have.
     """
 
     fields: Callable[[Keys], Fields] = lambda _: {}
@@ -92,6 +92,7 @@ class Family:
     root: str = "model."
     benign: tuple[str, ...] = ()
     inert: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 LLAMA_NAMES: Names = {
@@ -114,12 +115,12 @@ COMMON: dict[str, Callable[[Keys], Any]] = {
     "max_position_embeddings": lambda c: c.size("max_position_embeddings", 2048),
     "rotary_dim": rotary_size,
     "rope": rope_fields,
-    "norm_eps": lambda c: c.given("rms_norm_eps", 1e-6),
-    "qkv_bias": lambda c: c.given("attention_bias", False),
-    "o_bias": lambda c: c.given("attention_bias", False),
-    "mlp_bias": lambda c: c.given("mlp_bias", False),
+    "norm_eps": lambda c: c.real("rms_norm_eps", 1e-6, positive=True),
+    "qkv_bias": lambda c: c.flag("attention_bias", False),
+    "o_bias": lambda c: c.flag("attention_bias", False),
+    "mlp_bias": lambda c: c.flag("mlp_bias", False),
     "hidden_act": lambda c: c.one_of("hidden_act", ACTIVATIONS, "silu"),
-    "tie_word_embeddings": lambda c: c.given("tie_word_embeddings", False),
+    "tie_word_embeddings": lambda c: c.flag("tie_word_embeddings", False),
     "bos_token_id": lambda c: c.get("bos_token_id"),
     "eos_token_ids": lambda c: token_ids(c.get("eos_token_id")),
 }
@@ -134,8 +135,9 @@ def read_config(
     notes: list[str] | None = None,
 ) -> DecoderConfig:
     """The config a document of this family describes; see `hf.config_from_hf`."""
-    keys = Keys(document, family.aliases, family.defaults, family.inert)
+    keys = Keys(document, family.aliases, family.defaults, family.inert, family.ignored)
     try:
+        unknown_class = _require_causal(keys)
         keys.only("quantization_config", None)
         fields = {"dtype": _dtype(document, stored), **family.fixed, **family.fields(keys)}
         common = {name: read(keys) for name, read in COMMON.items() if name not in fields}
@@ -155,9 +157,38 @@ def read_config(
     if notes is not None:
         if unread := keys.unread():
             notes.append(f"config keys that dtool does not know: {name_list(unread, 8)}")
+        notes += unknown_class + _token_notes(config)
+        if ignored := sorted(key for key in keys.ignored if document.get(key) is not None):
+            notes.append(f"config keys that models of this family do not have, left out: {name_list(ignored)}")
         if config.context_len < config.max_position_embeddings:
             notes.append(f"serves {config.context_len} of {config.max_position_embeddings} positions (context_len)")
     return config
+
+
+def _require_causal(keys: Keys) -> list[str]:
+    """Refuse a model that is no causal decoder with a language head; a note on a class of an unknown kind."""
+    keys.only("is_encoder_decoder", False)
+    keys.only("add_cross_attention", False)
+    classes = keys.given("architectures", [])
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise DtoolError("architectures of config.json is no list of names", found=repr(classes)[:80])
+    if not classes or any(name.endswith(("ForCausalLM", "LMHeadModel", "Model")) for name in classes):
+        return []
+    if any("For" in name for name in classes):
+        raise DtoolError(
+            "the checkpoint is no causal language model",
+            expected="architectures with a class ...ForCausalLM",
+            found=name_list(classes),
+            fix="give the model's causal checkpoint; this one has another head",
+        )
+    return [f"the config's architectures say {name_list(classes)}: taken as a causal language model"]
+
+
+def _token_notes(config: DecoderConfig) -> list[str]:
+    """A note on special tokens that no text can hold."""
+    named = {"bos_token_id": [config.bos_token_id], "eos_token_id": config.eos_token_ids}
+    odd = [f"{key} {i}" for key, ids in named.items() for i in ids if i is not None and not 0 <= i < config.vocab_size]
+    return [f"outside the vocabulary of {config.vocab_size} tokens, so never met: {name_list(odd)}"] if odd else []
 
 
 def _dtype(document: Document, stored: Mapping[str, TensorEntry]) -> str:

@@ -25,10 +25,12 @@ import math
 
 import torch
 
+from toolchain.errors import DtoolError
 from toolchain.model.config import DecoderConfig, Rope, RopeName
 
 SINUSOIDAL = "position_table"
 """Name of the sinusoidal table, [context_len, hidden_size]."""
+MAX_TABLE_BYTES = 4 << 30
 
 
 def rope_table_names(name: RopeName) -> tuple[str, str]:
@@ -37,7 +39,11 @@ def rope_table_names(name: RopeName) -> tuple[str, str]:
 
 
 def position_tables(config: DecoderConfig) -> dict[str, torch.Tensor]:
-    """Every table the layers of this model use, float32, by name: [P, R] of cosines and sines, [P, E] sinusoidal."""
+    """Every table the layers of this model use, float32, by name: [P, R] of cosines and sines, [P, E] sinusoidal.
+
+    Raises DtoolError, before anything is built, where they would take more than MAX_TABLE_BYTES.
+    """
+    _require_small(config)
     tables: dict[str, torch.Tensor] = {}
     for name in config.rope_names:
         rope = config.rope_named(name)
@@ -45,6 +51,19 @@ def position_tables(config: DecoderConfig) -> dict[str, torch.Tensor]:
     if config.position_embedding == "sinusoidal":
         tables[SINUSOIDAL] = sinusoidal_table(config)
     return tables
+
+
+def _require_small(config: DecoderConfig) -> None:
+    sinusoidal = config.hidden_size if config.position_embedding == "sinusoidal" else 0
+    each = 4 * (len(config.rope_names) * (config.rotary_dim // 2) * 2 + sinusoidal)
+    most = MAX_TABLE_BYTES // each
+    if config.context_len > most:
+        raise DtoolError(
+            f"the position tables of {config.context_len} positions are too large",
+            expected=f"at most {MAX_TABLE_BYTES / 2**30:g} GiB, which is {most} positions",
+            found=f"{config.context_len * each / 2**30:.1f} GiB",
+            fix=f"serve fewer: --set context_len={min(most, 131072)}, or what you need",
+        )
 
 
 def rope_tables(config: DecoderConfig, rope: Rope | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,11 +1,15 @@
 """The mixture of experts as a model-local ONNX function of standard operators.
 
 Decode gathers the matrices of the experts that its tokens are routed to, so only those are read.
-Prefill, where nearly every expert has some token, multiplies all tokens by all experts in one batched
-product and weighs the results, zero for the experts a token is not routed to: shapes stay static,
-which compilers need, at the price of n / k times the arithmetic. The weighted sum is the same.
+Prefill, where nearly every expert has some token, is dense, as two ordinary products: all tokens meet
+the gates and ups of all experts, each expert's activations are weighted (zero where a token is not
+routed to it), and the sum over experts is the sum inside the second product:
 
-Legend: M tokens, k experts of a token, n experts, E hidden, F feed-forward of one expert.
+    y = [r_1 a_1, ..., r_n a_n] . [D_1; ...; D_n],   a_e = act(gate_e x) * up_e x,   r_e the routing weight
+
+Shapes stay static, which compilers need, at the price of n / k times the arithmetic.
+
+Legend: k experts of a token, n experts, E hidden, F feed-forward of one expert.
 """
 
 import onnx
@@ -17,14 +21,14 @@ EXPERTS = "Experts"
 FORMALS = ("x", "weights", "ids", "gate_up", "down")
 
 _MATRICES = """
-  ex_gate_up_shape = Constant <value_ints=[{n}, {twice}, {hidden}]> ()
-  ex_gate_up_nFE = Reshape (ex_gate_up, ex_gate_up_shape)
   ex_down_shape = Constant <value_ints=[{n}, {hidden}, {inner}]> ()
   ex_down_nEF = Reshape (ex_down, ex_down_shape)
   ex_last = Constant <value_ints=[-1]> ()
 """
 
 _GATHERED = """
+  ex_gate_up_shape = Constant <value_ints=[{n}, {twice}, {hidden}]> ()
+  ex_gate_up_nFE = Reshape (ex_gate_up, ex_gate_up_shape)
   ex_two_axes = Constant <value_ints=[2, 4]> ()
   ex_x_column = Unsqueeze (ex_x, ex_two_axes)
   ex_gate_up_picked = Gather <axis=0> (ex_gate_up_nFE, ex_ids)
@@ -42,13 +46,11 @@ _GATHERED = """
 """
 
 _DENSE = """
-  ex_rows_shape = Constant <value_ints=[1, -1, {hidden}]> ()
-  ex_rows_1ME = Reshape (ex_x, ex_rows_shape)
-  ex_gate_up_nEF = Transpose <perm=[0, 2, 1]> (ex_gate_up_nFE)
-  ex_hidden = MatMul (ex_rows_1ME, ex_gate_up_nEF)
+  ex_gate_up_E_nF = Transpose <perm=[1, 0]> (ex_gate_up)
+  ex_hidden_flat = MatMul (ex_x, ex_gate_up_E_nF)
+  ex_hidden_shape = Constant <value_ints=[0, 0, {n}, {twice}]> ()
+  ex_hidden = Reshape (ex_hidden_flat, ex_hidden_shape)
 {activated}
-  ex_down_nFE = Transpose <perm=[0, 2, 1]> (ex_down_nEF)
-  ex_each = MatMul (ex_active, ex_down_nFE)
   ex_first = Constant <value_int=0> ()
   ex_count = Constant <value_int={n}> ()
   ex_step = Constant <value_int=1> ()
@@ -60,15 +62,14 @@ _DENSE = """
   ex_routing_k = Mul (ex_routed_number, ex_weights_column)
   ex_chosen_axis = Constant <value_ints=[2]> ()
   ex_routing = ReduceSum <keepdims=0> (ex_routing_k, ex_chosen_axis)
-  ex_routing_shape = Constant <value_ints=[-1, {n}]> ()
-  ex_routing_Mn = Reshape (ex_routing, ex_routing_shape)
-  ex_routing_nM = Transpose <perm=[1, 0]> (ex_routing_Mn)
-  ex_routing_nM1 = Unsqueeze (ex_routing_nM, ex_last)
-  ex_weighted = Mul (ex_each, ex_routing_nM1)
-  ex_expert_axis = Constant <value_ints=[0]> ()
-  ex_sum = ReduceSum <keepdims=0> (ex_weighted, ex_expert_axis)
-  ex_out_shape = Shape (ex_x)
-  ex_out = Reshape (ex_sum, ex_out_shape)
+  ex_routing_column = Unsqueeze (ex_routing, ex_last)
+  ex_weighted = Mul (ex_active, ex_routing_column)
+  ex_weighted_shape = Constant <value_ints=[0, 0, {all_inner}]> ()
+  ex_weighted_flat = Reshape (ex_weighted, ex_weighted_shape)
+  ex_down_nFE = Transpose <perm=[0, 2, 1]> (ex_down_nEF)
+  ex_down_shape_flat = Constant <value_ints=[{all_inner}, {hidden}]> ()
+  ex_down_flat = Reshape (ex_down_nFE, ex_down_shape_flat)
+  ex_out = MatMul (ex_weighted_flat, ex_down_flat)
 """
 
 _ACTIVATED = """
@@ -90,6 +91,7 @@ def experts_body(spec: ExpertsSpec, *, decode: bool) -> onnx.FunctionProto:
     """The op for one model and phase."""
     inner = spec.inner_size
     sizes = {"n": spec.num_experts, "twice": 2 * inner, "inner": inner, "hidden": spec.hidden_size}
+    sizes["all_inner"] = spec.num_experts * inner
     activated = _ACTIVATED.format(function=_FUNCTIONS[spec.hidden_act])
     body = (_MATRICES + (_GATHERED if decode else _DENSE)).format(activated=activated, **sizes)
     formals = ", ".join(f"ex_{name}" for name in FORMALS)

@@ -1,22 +1,21 @@
 """`dtool quantize`: an export becomes the same graphs over integer weights and cache."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolchain.artifact import Artifact, Draft, check_output, create_artifact, hash_file, open_artifact, stage_key
 from toolchain.errors import DtoolError
-from toolchain.formats import format_named
 from toolchain.graph_io import GRAPH_FILES, PHASES
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.plan import QuantizePlan, plan_quantization
 from toolchain.recipe import Recipe, find_data
-from toolchain.tensor_file import TensorEntry, build_header, read_header, read_tensor, tensor_bytes, write_stream
+from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor_bytes, write_stream
 
 STAGE = "quantize"
 PACKAGES = ("torch", "onnx", "onnx-ir")
-WEIGHTS = "weights.safetensors"
+WEIGHTS, QUANTIZATION = "weights.safetensors", "quantization.json"
 
 
 def quantize_artifact(
@@ -37,8 +36,7 @@ def quantize_artifact(
         report(f"note: {note}")
     blocks = _calibration_blocks(exported, recipe) if recipe.needs_calibration else None
     with create_artifact(out, STAGE, force=force) as draft:
-        scales = _static_scales(exported, recipe, plan, blocks, report) if blocks is not None else {}
-        entries = _write_weights(exported, recipe, plan, scales, draft, report)
+        entries = _write_weights(exported, recipe, plan, blocks, draft, report)
         _write_graphs(exported, config, recipe, plan, entries, draft)
         _describe(exported, recipe, plan, draft)
     return open_artifact(out, (STAGE,), check_hashes=False)
@@ -64,65 +62,32 @@ def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
     return token_blocks(read_texts(find_data(c.data)), tokenizer, blocks=c.samples, seq_len=c.seq_len, seed=c.seed)
 
 
-def _static_scales(
-    exported: Artifact, recipe: Recipe, plan: QuantizePlan, blocks: Any, report: Callable[[str], None]
-) -> dict[str, Any]:
-    from toolchain.model.load import load_artifact_decoder
-    from toolchain.quantize.calibration import calibrate
-
-    decoder, _ = load_artifact_decoder(exported)
-    held_in = format_named(str(exported.manifest.details["compute_dtype"])).torch_dtype
-    products = plan.rounded if recipe.has_static_activations else ()
-    return calibrate(decoder.float(), blocks, recipe, products, held_in, report)
-
-
 def _write_weights(
-    exported: Artifact,
-    recipe: Recipe,
-    plan: QuantizePlan,
-    static_scales: Mapping[str, Any],
-    draft: Draft,
-    report: Callable[[str], None],
+    exported: Artifact, recipe: Recipe, plan: QuantizePlan, blocks: Any, draft: Draft, report: Callable[[str], None]
 ) -> dict[str, TensorEntry]:
-    """Stream the weights through the quantizer into the new file, one tensor in memory at a time."""
+    """Stream the weights through the quantizer into the new file, at most one layer in memory at a time."""
+    from toolchain.quantize.stream import QuantizedStream
+
     source = read_header(exported.file(WEIGHTS))
-    quantized = {f"{name}.weight" for name in plan.weights}
-    layout: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, entry in source.items():
-        if name not in quantized:
-            layout[name] = (entry.dtype, entry.shape)
-            continue
-        rows, width = entry.shape
-        group = plan.groups.get(name.removesuffix(".weight"))
-        layout[name] = (recipe.weights.format, entry.shape) if group is None else ("uint8", (rows, width // 2))
-        layout[f"{name}_scale"] = ("float32", (rows,) if group is None else (rows, width // group))
-    layout |= {name: ("float32", tuple(scale.shape)) for name, scale in static_scales.items()}
-    header, _ = build_header(layout)
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
-
-    def chunks() -> Iterator[Any]:
-        for name, entry in source.items():
-            tensors = _quantize(name, entry, recipe, plan, config) if name in quantized else (read_tensor(entry),)
-            yield from (tensor_bytes(tensor) for tensor in tensors)
-        yield from (tensor_bytes(scale) for scale in static_scales.values())
-
+    stream = QuantizedStream(source, config, recipe, plan, blocks, report)
+    header, _ = build_header(stream.layout())
     path = draft.path / WEIGHTS
-    draft.known_sha256[WEIGHTS] = write_stream(path, header, chunks())
-    report(f"{len(quantized)} of {len(source)} tensors quantized, {path.stat().st_size / 1e6:.1f} MB")
+    chunks = (tensor_bytes(tensor) for tensor in stream.tensors())
+    draft.known_sha256[WEIGHTS] = write_stream(path, header, chunks)
+    draft.write_json(QUANTIZATION, {"matrices": stream.rows, "not_quantized": list(plan.skipped)})
+    report(f"{len(plan.weights)} of {len(source)} tensors quantized, {path.stat().st_size / 1e6:.1f} MB")
+    for row in worst_rows(stream.rows):
+        report(row)
     return read_header(path)
 
 
-def _quantize(name: str, entry: TensorEntry, recipe: Recipe, plan: QuantizePlan, config: DecoderConfig) -> Any:
-    from toolchain.quantize.rtn import round_to_nearest
-
-    weights = recipe.weights
-    group = plan.groups.get(name.removesuffix(".weight"), 0)
-    held_in = format_named(entry.dtype).torch_dtype
-    options = {"parts": config.part_sizes(name), "group_size": group, "held_in": held_in}
-    try:
-        return round_to_nearest(read_tensor(entry), weights.format, weights.granularity, **options)
-    except ValueError as error:
-        raise DtoolError(f"{name} cannot be quantized", found=str(error), fix="check the checkpoint") from error
+def worst_rows(rows: list[dict[str, Any]], count: int = 3) -> list[str]:
+    """The matrices that lost most, as lines: by their outputs where those were seen, else by their weights."""
+    key = "output_sqnr_db" if any(row["output_sqnr_db"] is not None for row in rows) else "weight_sqnr_db"
+    ranked = sorted((row for row in rows if row[key] is not None), key=lambda row: row[key])
+    what = "of its output" if key.startswith("output") else "of its weights"
+    return [f"  {row['matrix']}: {row[key]:.1f} dB {what}" for row in ranked[:count]]
 
 
 def _write_graphs(

@@ -39,6 +39,9 @@ GPT_INERT = (
     "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
 )
 
+ONE_KV_EACH = ("num_key_value_heads", "head_dim")
+"""Keys of families whose query heads all have a key of their own and hidden / heads elements."""
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "mistral": Family(
@@ -115,6 +118,7 @@ FAMILIES: dict[str, Family] = {
         names=names.GPT2,
         layouts=dict.fromkeys(("self_attn.qkv_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"), TRANSPOSED),
         layer="transformer.h.{i}", root="transformer.", benign=(".attn.bias", ".attn.masked_bias"), inert=GPT_INERT,
+        ignored=ONE_KV_EACH,
     ),
     "gptj": Family(
         keys.gptj,
@@ -126,6 +130,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "rotary_dim": 64},
         names=names.GPTJ,
         layer="transformer.h.{i}", root="transformer.", benign=(".attn.bias", ".attn.masked_bias"), inert=GPT_INERT,
+        ignored=(*ONE_KV_EACH, "attention_bias"),
     ),
     "gpt_neox": Family(
         keys.gpt_neox,
@@ -135,6 +140,7 @@ FAMILIES: dict[str, Family] = {
         names=names.GPT_NEOX,
         layouts={"self_attn.qkv_proj": GROUPED},
         layer="gpt_neox.layers.{i}", root="gpt_neox.", benign=(".attention.bias", ".attention.masked_bias"),
+        ignored=("num_key_value_heads",),
     ),
     "opt": Family(
         keys.opt,
@@ -146,6 +152,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"hidden_act": "relu", "tie_word_embeddings": True},
         names=names.OPT,
         layer="model.decoder.layers.{i}",
+        ignored=ONE_KV_EACH,
     ),
     "xglm": Family(
         keys.xglm,
@@ -160,6 +167,7 @@ FAMILIES: dict[str, Family] = {
         defaults={"hidden_act": "gelu", "tie_word_embeddings": True},
         names=names.XGLM,
         benign=("embed_positions.weights",),
+        ignored=ONE_KV_EACH,
     ),
     "stablelm": Family(
         keys.stablelm,
@@ -241,13 +249,22 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(document: Document) -> Family:
     """The family of a config. Raises DtoolError for an unknown one, naming near matches."""
-    name = str(document.get("model_type"))
-    if name not in FAMILIES:
+    found = document.get("model_type")
+    if found is None:
         raise DtoolError(
-            f"model_type {name!r} is not supported",
+            "config.json does not say what model it describes",
+            expected="the key model_type",
+            found="no such key",
+            fix="download config.json again, or add model_type by the model's source",
+        )
+    name = str(found)
+    if name not in FAMILIES:
+        hint = did_you_mean(name, FAMILIES)
+        raise DtoolError(
+            f"model_type {name!r:.80} is not supported",
             expected=", ".join(FAMILIES),
-            found=name,
-            fix=did_you_mean(name, FAMILIES),
+            found=name[:80],
+            fix=hint if hint.startswith("did") else "give a checkpoint of one of these",
         )
     return FAMILIES[name]
 

@@ -1,0 +1,96 @@
+"""From a float matrix to codes: scales chosen, values rounded, and what that cost.
+
+    SQNR = 10 log10 (sum w^2 / sum (w - q)^2)                      of the weights, in dB
+    output SQNR = 10 log10 (tr W H W^T / tr (W - Q) H (W - Q)^T)   of the product on the calibration text
+
+Legend: O outputs, I inputs, G groups, g inputs of a group.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from toolchain.numerics import CODE_RANGE, dequantize, pack_int4, quantize, scale_from_amax
+from toolchain.quantize.gptq import round_with_hessian, search_scale
+from toolchain.recipe import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedMatrix:
+    """Codes and scales as they are stored, and the row of the report."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    weight_sqnr_db: float
+    output_sqnr_db: float | None
+    clipped_share: float
+
+
+def round_matrix(
+    weight_OI: torch.Tensor,
+    weights: Weights,
+    *,
+    parts: Sequence[int] | None = None,
+    group_size: int = 0,
+    held_in: torch.dtype = torch.float32,
+    hessian_II: torch.Tensor | None = None,
+) -> RoundedMatrix:
+    """A matrix in the recipe's format.
+
+    int8 and fp8_e4m3: codes [O, I], scales [O] (granularity `tensor`: equal within each of `parts` rows).
+    int4: packed uint8 [O, I / 2], scales [O, I / group_size]. Scales are float32 numbers that `held_in` has.
+    Without a Hessian (a matrix whose inputs were not seen) values are rounded to the nearest. Raises ValueError
+    when the weight holds inf or NaN.
+    """
+    weight_OI, fmt = weight_OI.float(), weights.format
+    width = group_size or weight_OI.shape[1]
+    scale_OG = _scales(weight_OI, weights, parts, width, held_in, hessian_II)
+    if weights.algorithm == "gptq" and hessian_II is not None:
+        shown_OI = round_with_hessian(weight_OI, hessian_II, scale_OG, fmt)
+    else:
+        shown_OI = weight_OI
+    codes_OGg = quantize(shown_OI.unflatten(-1, (-1, width)), scale_OG[..., None], fmt)
+    shown_OI = dequantize(codes_OGg, scale_OG[..., None]).flatten(1)
+    reach_OG1 = (scale_OG * CODE_RANGE[fmt][1])[..., None]
+    clipped = (weight_OI.unflatten(-1, (-1, width)).abs() > reach_OG1 * (1 + 1e-5)).float().mean()
+    codes = pack_int4(codes_OGg.flatten(1)) if fmt == "int4" else codes_OGg.flatten(1)
+    return RoundedMatrix(
+        codes=codes,
+        scale=scale_OG if group_size else scale_OG[:, 0],
+        weight_sqnr_db=_decibels(weight_OI.square().sum(), (weight_OI - shown_OI).square().sum()),
+        output_sqnr_db=None if hessian_II is None else _output_sqnr(weight_OI, shown_OI, hessian_II),
+        clipped_share=float(clipped),
+    )
+
+
+def _scales(
+    weight_OI: torch.Tensor,
+    weights: Weights,
+    parts: Sequence[int] | None,
+    width: int,
+    held_in: torch.dtype,
+    hessian_II: torch.Tensor | None,
+) -> torch.Tensor:
+    """float32 scales [O, G]: of the largest weight, or searched."""
+    amax_OG = weight_OI.unflatten(-1, (-1, width)).abs().amax(-1)
+    if weights.granularity == "tensor":
+        whole = [part.max().expand_as(part) for part in amax_OG.split(list(parts or amax_OG.shape[:1]))]
+        return scale_from_amax(torch.cat(whole), weights.format, held_in=held_in)
+    smallest = scale_from_amax(amax_OG, weights.format, held_in=held_in)
+    if weights.clip == "amax":
+        return smallest
+    return search_scale(weight_OI, weights.format, width, hessian_II=hessian_II, held_in=held_in)
+
+
+def _output_sqnr(weight_OI: torch.Tensor, shown_OI: torch.Tensor, hessian_II: torch.Tensor) -> float:
+    error_OI = weight_OI - shown_OI
+    signal, noise = (((x_OI @ hessian_II) * x_OI).sum() for x_OI in (weight_OI, error_OI))
+    return _decibels(signal, noise)
+
+
+def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> float:
+    """At most 200 dB, which stands for no error at all."""
+    power, loss = float(signal), float(noise)
+    return 200.0 if loss <= 0 or power <= 0 else min(10 * math.log10(power / loss), 200.0)
