@@ -160,6 +160,16 @@ OTHER_FORMATS: dict[str, Any] = {
     "fp8_per_token": {"weights": {"format": "fp8_e4m3"}, "activations": {"format": "fp8_e4m3"}},
     "fp8_cache": {"kv_cache": {"format": "fp8_e4m3"}},
     "int4": {"weights": {"format": "int4", "skip": []}},
+    "int4_awq_gptq": {
+        "weights": {"format": "int4", "algorithm": "gptq", "clip": "search"},
+        "smoothing": {"algorithm": "awq"},
+    },
+    "int8_smooth_gptq": {
+        "weights": {"format": "int8", "algorithm": "gptq", "clip": "search", "skip": []},
+        "activations": {"format": "int8"},
+        "smoothing": {"algorithm": "smoothquant"},
+        "kv_cache": {"format": "int8"},
+    },
     "int4_small_groups": {"weights": {"format": "int4", "group_size": 32}, "kv_cache": {"format": "int8"}},
 }
 

@@ -75,7 +75,8 @@ def _write_weights(
     path = draft.path / WEIGHTS
     chunks = (tensor_bytes(tensor) for tensor in stream.tensors())
     draft.known_sha256[WEIGHTS] = write_stream(path, header, chunks)
-    draft.write_json(QUANTIZATION, {"matrices": stream.rows, "not_quantized": list(plan.skipped)})
+    document = {"matrices": stream.rows, "not_quantized": list(plan.skipped)}
+    draft.write_json(QUANTIZATION, document | {"smoothing_identity_error": stream.identity_error})
     report(f"{len(plan.weights)} of {len(source)} tensors quantized, {path.stat().st_size / 1e6:.1f} MB")
     for row in worst_rows(stream.rows):
         report(row)

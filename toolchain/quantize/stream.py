@@ -39,6 +39,7 @@ class QuantizedStream:
     blocks: Any
     report: Callable[[str], None]
     rows: list[dict[str, Any]] = field(default_factory=list)
+    identity_error: float = 0.0
 
     def layout(self) -> dict[str, tuple[str, Shape]]:
         """Format and shape of every tensor, by name."""
@@ -71,6 +72,7 @@ class QuantizedStream:
         for name, entry in self.source.items():
             if self.blocks is not None and name.startswith(LAYERS) and int(name.split(".")[2]) != layer.index:
                 layer = next(layers)
+                self.identity_error = max(self.identity_error, layer.identity_error)
                 scales |= self._scales(layer)
             value = layer.tensors.get(name)
             yield from self._stored(name, entry, read_tensor(entry) if value is None else value, layer.seen)

@@ -31,6 +31,8 @@ from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry, read_tensor
 
 Report = Callable[[str], None]
+IDENTITY = 1e-4
+"""Relative difference that float32 leaves between a layer before and after smoothing."""
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class WalkedLayer:
     tensors: dict[str, torch.Tensor]
     seen: dict[str, Seen] = field(default_factory=dict)
     cache_amax: dict[str, torch.Tensor] = field(default_factory=dict)
+    identity_error: float = 0.0
 
 
 def walk(
@@ -91,8 +94,11 @@ def walk(
             watched = {name.removeprefix(prefix) for name in products if name.startswith(prefix)}
             layer = WalkedLayer(i, {})
             cos, sin = rope_table_names(config.layer(i).rope)
-            layer.seen, streams = _run(block, watched, (tables[cos], tables[sin]), streams, recipe, config, layer)
-            _smooth(block, layer, config, recipe)
+            rope, inputs = (tables[cos], tables[sin]), streams
+            layer.seen, streams = _run(block, watched, rope, inputs, recipe, config, layer)
+            if recipe.smoothing.algorithm != "none":
+                _smooth(block, layer, config, recipe)
+                layer.identity_error = _identity_error(block, rope, inputs[0][:1], streams[0][:1], config)
         layer.tensors = {prefix + name: p.detach() for name, p in block.named_parameters()}
         report(f"layer {i + 1} of {config.num_hidden_layers}")
         yield layer
@@ -165,8 +171,6 @@ def _nothing(width: int, recipe: Recipe) -> Seen:
 def _smooth(block: Block, layer: WalkedLayer, config: DecoderConfig, recipe: Recipe) -> None:
     """Fold a scale into every input that can take one, and divide what was seen alike."""
     smoothing = recipe.smoothing
-    if smoothing.algorithm == "none":
-        return
     for site in sites(config, layer.index):
         seen = layer.seen.get(site.readers[0])
         if seen is None:
@@ -177,6 +181,21 @@ def _smooth(block: Block, layer: WalkedLayer, config: DecoderConfig, recipe: Rec
             scale_I = shared_by_heads(scale_I, config)
         fold(block, site, scale_I, config)
         _divide_seen(layer, site, scale_I, config)
+
+
+def _identity_error(block: Block, rope: Any, x_BTE: torch.Tensor, before_BTE: torch.Tensor, config: Any) -> float:
+    """||after - before|| / ||before|| of what the layer adds up to. Raises DtoolError when smoothing changed it."""
+    cache = torch.zeros(2, len(x_BTE), config.num_key_value_heads, x_BTE.shape[1], config.head_dim)
+    after_BTE, _ = block(x_BTE, rope, torch.zeros(len(x_BTE), dtype=torch.int64), (cache[0], cache[1]))
+    error = float((after_BTE - before_BTE).norm() / before_BTE.norm().clamp_min(1e-30))
+    if not error <= IDENTITY:
+        raise DtoolError(
+            "smoothing changed what a layer computes",
+            expected=f"a relative difference of at most {IDENTITY:g}",
+            found=f"{error:.2g}",
+            fix="this is a fault of dtool with this model: please report it; smoothing.algorithm none avoids it",
+        )
+    return error
 
 
 def _divide_seen(layer: WalkedLayer, site: Site, scale_I: torch.Tensor, config: DecoderConfig) -> None:

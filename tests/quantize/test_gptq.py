@@ -1,0 +1,120 @@
+"""GPTQ and the search of scales: against an independent column-by-column oracle, and what they must improve."""
+
+import pytest
+import torch
+
+from toolchain.errors import DtoolError
+from toolchain.numerics import dequantize, quantize, scale_from_amax
+from toolchain.quantize.gptq import round_with_hessian, search_scale
+from toolchain.quantize.rounding import round_matrix
+from toolchain.recipe import Weights
+
+
+def problem(seed, out=24, width=64, tokens=400):
+    """A matrix and the second moments of correlated inputs with a few large channels."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(width, width, generator=generator) / width**0.5
+    inputs = torch.randn(tokens, width, generator=generator) @ (mixing + torch.eye(width))
+    inputs *= 1 + 10 * (torch.rand(width, generator=generator) > 0.95)
+    return torch.randn(out, width, generator=generator), inputs.T @ inputs
+
+
+def loss(weight, shown, hessian):
+    error = (weight - shown).double()
+    return float(((error @ hessian.double()) * error).sum())
+
+
+def oracle(weight, hessian, scale_OI, fmt):
+    """Optimal brain quantization without blocks or Cholesky: invert the remaining H anew for every column."""
+    weight, width = weight.double().clone(), weight.shape[1]
+    hessian = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(width, dtype=torch.float64)
+    order = torch.argsort(hessian.diagonal(), descending=True).tolist()
+    for place, column in enumerate(order):
+        left = order[place:]
+        inverse = torch.linalg.inv(hessian[left][:, left])
+        scale = scale_OI[:, column]
+        shown = dequantize(quantize(weight[:, column].float(), scale, fmt), scale).double()
+        error = (weight[:, column] - shown) / inverse[0, 0]
+        weight[:, left] -= error[:, None] * inverse[0]
+        weight[:, column] = shown
+    return weight.float()
+
+
+@pytest.mark.parametrize(("fmt", "group"), [("int4", 32), ("int8", 64), ("fp8_e4m3", 64)])
+def test_rounding_equals_optimal_brain_quantization_column_by_column(fmt, group):
+    weight, hessian = problem(0)
+    scale_OG = search_scale(weight, fmt, group, hessian_II=hessian)
+    ours = round_with_hessian(weight, hessian, scale_OG, fmt)
+    theirs = oracle(weight, hessian, scale_OG.repeat_interleave(group, 1), fmt)
+    same = (ours - theirs).abs() <= 1e-4
+    assert float(same.float().mean()) > 0.99  # a value on an edge may fall to the other side
+    assert loss(weight, ours, hessian) <= 1.02 * loss(weight, theirs, hessian)
+
+
+@pytest.mark.parametrize("fmt", ["int4", "int8", "fp8_e4m3"])
+def test_every_value_is_a_code_of_its_group_and_the_output_errs_less_than_by_rounding(fmt):
+    weight, hessian = problem(1)
+    scale_OG = scale_from_amax(weight.unflatten(-1, (-1, 32)).abs().amax(-1), fmt)
+    ours = round_with_hessian(weight, hessian, scale_OG, fmt).unflatten(-1, (-1, 32))
+    assert torch.equal(dequantize(quantize(ours, scale_OG[..., None], fmt), scale_OG[..., None]), ours)
+    groups = weight.unflatten(-1, (-1, 32))
+    nearest = dequantize(quantize(groups, scale_OG[..., None], fmt), scale_OG[..., None])
+    assert loss(weight, ours.flatten(1), hessian) < 0.8 * loss(weight, nearest.flatten(1), hessian)
+
+
+def test_searched_scales_never_err_more_than_those_of_the_largest_weight():
+    weight, hessian = problem(2)
+    weight[3, 5] = 12.0  # one outlier that a clipped range gives up
+    for moments in (None, hessian):
+        found, plain = (
+            search_scale(weight, "int4", 32, hessian_II=moments),
+            scale_from_amax(weight.unflatten(-1, (-1, 32)).abs().amax(-1), "int4"),
+        )
+        metric = torch.eye(64) if moments is None else moments
+        blocks = torch.stack([metric[i : i + 32, i : i + 32] for i in (0, 32)])
+        costs = []
+        for scale in (found, plain):
+            groups = weight.unflatten(-1, (-1, 32))
+            error = dequantize(quantize(groups, scale[..., None], "int4"), scale[..., None]) - groups
+            costs.append((torch.einsum("ogi,gij->ogj", error, blocks) * error).sum(-1))
+        assert bool((costs[0] <= costs[1] * (1 + 1e-5)).all())
+        assert float(costs[0].sum()) < float(costs[1].sum())
+
+
+def test_inputs_that_never_come_and_few_tokens_are_borne():
+    weight, _ = problem(3)
+    inputs = torch.randn(5, 64)  # fewer tokens than inputs: singular
+    inputs[:, 10] = 0
+    shown = round_with_hessian(weight, inputs.T @ inputs, search_scale(weight, "int4", 32), "int4")
+    assert bool(torch.isfinite(shown).all())
+    unseen = round_with_hessian(weight, torch.zeros(64, 64), search_scale(weight, "int8", 64), "int8")
+    assert float((unseen - weight).abs().max()) < 0.05  # nothing is known: the nearest
+
+
+def test_moments_that_are_not_finite_are_refused():
+    weight, hessian = problem(4)
+    hessian[3, 3] = float("nan")
+    with pytest.raises(DtoolError, match="not finite"):
+        round_with_hessian(weight, hessian, search_scale(weight, "int8", 64), "int8")
+
+
+def test_a_channel_of_zeros_stays_zero():
+    weight, hessian = problem(5)
+    weight[7] = 0
+    rounded = round_matrix(weight, Weights(format="int8", algorithm="gptq", clip="search"), hessian_II=hessian)
+    assert bool((rounded.scale > 0).all())
+    assert not bool(rounded.codes[7].any())
+
+
+def test_the_report_tells_the_loss_of_weights_and_outputs():
+    weight, hessian = problem(6)
+    plain = round_matrix(weight, Weights(format="int8"), hessian_II=hessian)
+    better = round_matrix(weight, Weights(format="int8", algorithm="gptq"), hessian_II=hessian)
+    assert plain.output_sqnr_db is not None
+    assert better.output_sqnr_db is not None
+    assert better.output_sqnr_db > plain.output_sqnr_db + 1
+    assert better.weight_sqnr_db < plain.weight_sqnr_db  # it is not the nearest
+    error = dequantize(plain.codes, plain.scale[:, None]) - weight
+    by_hand = 10 * torch.log10(weight.square().sum() / error.square().sum())
+    assert plain.weight_sqnr_db == pytest.approx(float(by_hand), abs=1e-4)
+    assert plain.clipped_share == 0
