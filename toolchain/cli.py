@@ -120,13 +120,20 @@ def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, 
 @_set
 @_out
 @_force
-def quantize(source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool) -> None:
-    """Exported artifact -> the same graphs with integer weights, activations and cache."""
+@_json
+@_html
+def quantize(
+    source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool, as_json: bool, html: Path | None
+) -> None:
+    """Exported artifact -> the same graphs with integer weights, activations and cache, and what that lost."""
+    from toolchain.quantize.report import quantization_document, quantization_page
     from toolchain.quantize.stage import quantize_artifact
     from toolchain.recipe import load_recipe
 
-    quantize_artifact(source, load_recipe(recipe_name, overrides), out, force=force, report=say)
-    click.echo(f"written to {out}")
+    artifact = quantize_artifact(source, load_recipe(recipe_name, overrides), out, force=force, report=say)
+    document = quantization_document(artifact)
+    _show(document, lambda: quantization_page(document), as_json=as_json, html=html)
+    say(f"written to {out}")
 
 
 @dtool.command("build-engine")
@@ -286,9 +293,8 @@ def generate(
             click.echo(piece, nl=False)
             sys.stdout.flush()
     if as_json:
-        click.echo(
-            json.dumps({"text": text, "finish": generation.finish, "prompt_tokens": len(ids)}, ensure_ascii=False)
-        )
+        found = {"text": text, "finish": generation.finish, "prompt_tokens": len(ids)}
+        click.echo(json.dumps(found, ensure_ascii=False))
         return
     click.echo()
     say(f"[{generation.finish}]")
@@ -315,16 +321,10 @@ def run(
     from toolchain.pipeline import run_pipeline, summary_page
     from toolchain.recipe import load_recipe
 
-    recipe = load_recipe(recipe_name, overrides)
-    libraries = plugin_libraries
+    recipe, options = load_recipe(recipe_name, overrides), {"plugin_libraries": plugin_libraries}
     with _opened(model) as folder:
-        result = run_pipeline(folder, recipe, out, bench=not no_bench, plugin_libraries=libraries, report=say)
-    document = {
-        "artifacts": {name: {"path": str(a.path), "identity": a.identity} for name, a in result.artifacts.items()},
-        "parity": result.parity,
-        "bench": result.bench,
-    }
-    _show(document, lambda: summary_page(result, recipe), as_json=as_json, html=None)
+        result = run_pipeline(folder, recipe, out, bench=not no_bench, report=say, **options)
+    _show(result.document(), lambda: summary_page(result, recipe), as_json=as_json, html=None)
 
 
 @dtool.command()

@@ -29,6 +29,11 @@ class RunResult:
     parity: dict[str, Any]
     bench: dict[str, Any] | None
 
+    def document(self) -> dict[str, Any]:
+        """The result as JSON types."""
+        made = {name: {"path": str(a.path), "identity": a.identity} for name, a in self.artifacts.items()}
+        return {"artifacts": made, "parity": self.parity, "bench": self.bench}
+
 
 def run_pipeline(
     model: Path,

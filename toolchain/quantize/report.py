@@ -1,0 +1,71 @@
+"""What a quantized artifact lost and where: `quantization.json` as a page."""
+
+import math
+from typing import Any
+
+from toolchain.artifact import Artifact
+from toolchain.model.config import DecoderConfig
+from toolchain.model.parameters import parameter_shapes
+from toolchain.report import Bars, Page, Table
+from toolchain.tensor_file import read_header
+
+LAYERS = "model.layers."
+
+
+def quantization_document(artifact: Artifact) -> dict[str, Any]:
+    """The report of a quantized artifact as JSON types: `quantization.json` and what its files say.
+
+    `bits_per_parameter`: all tensors of the weights file, scales included, over the model's parameters.
+    """
+    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    stored = sum(entry.length for entry in read_header(artifact.file("weights.safetensors")).values())
+    sections = ("weights", "activations", "smoothing", "kv_cache", "calibration")
+    return {
+        "recipe": {name: artifact.manifest.recipe[name] for name in sections},
+        "parameters": parameters,
+        "weight_bytes": stored,
+        "bits_per_parameter": 8 * stored / parameters,
+        **artifact.json("quantization.json"),
+    }
+
+
+def quantization_page(document: dict[str, Any]) -> Page:
+    """The report with the matrices that lost most first, and the loss layer by layer."""
+    recipe, rows = document["recipe"], document["matrices"]
+    seen = any(row["output_sqnr_db"] is not None for row in rows)
+    key, what = ("output_sqnr_db", "outputs") if seen else ("weight_sqnr_db", "weights")
+    ranked = sorted(rows, key=lambda row: math.inf if row[key] is None else row[key])
+    table = Table(
+        "matrices, the worst first",
+        ("matrix", "group", "weights dB", "outputs dB", "clipped %"),
+        tuple(
+            (r["matrix"], r["group_size"], r["weight_sqnr_db"], r["output_sqnr_db"], 100 * r["clipped_share"])
+            for r in ranked
+        ),
+        note="SQNR: 10 log10 of signal over rounding noise; outputs: of the product on the calibration text.",
+    )
+    worst: dict[str, float] = {}
+    for row in rows:
+        if row["matrix"].startswith(LAYERS) and row[key] is not None:
+            layer = row["matrix"].split(".")[2]
+            worst[layer] = min(worst.get(layer, math.inf), row[key])
+    bars = Bars(f"worst matrix of each layer ({what})", "dB", tuple((f"layer {i}", db) for i, db in worst.items()))
+    left = ", ".join(document["not_quantized"]) or "nothing"
+    facts = (
+        ("weights", _section(recipe["weights"])),
+        ("activations", _section(recipe["activations"])),
+        ("smoothing", _section(recipe["smoothing"])),
+        ("KV cache", _section(recipe["kv_cache"])),
+        ("bits per parameter", f"{document['bits_per_parameter']:.2f}, scales included"),
+        ("left in float", left),
+        ("smoothing changed", f"{document['smoothing_identity_error']:.1e} of a layer's output before rounding"),
+    )
+    return Page("what quantization lost", facts=facts, parts=(bars, table) if worst else (table,))
+
+
+def _section(section: dict[str, Any]) -> str:
+    """One section of the recipe in a line; what is off is `none`."""
+    if section.get("format", section.get("algorithm")) == "none":
+        return "none"
+    return ", ".join(f"{key} {value}" for key, value in section.items() if key != "skip")
