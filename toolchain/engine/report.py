@@ -166,6 +166,8 @@ class _ProductRun:
     activations: tuple[str, ...]
     weights: tuple[str, ...]
     outputs: tuple[str, ...]
+    matrices: frozenset[str]
+    """Types of all stored matrices that it reads."""
 
     @property
     def types(self) -> tuple[str, str, str]:
@@ -188,7 +190,9 @@ def _product_runs(kernels: Sequence[Kernel]) -> list[_ProductRun]:
             weights = codes or [t.dtype for t in constants if t.is_matrix] or [t.dtype for t in constants]
             inputs = [t.dtype for t in kernel.inputs if t.name not in prepared]
             outputs = [t.dtype for t in kernel.outputs]
-            runs.append(_ProductRun(kernel, *(tuple(sorted(set(types))) for types in (inputs, weights, outputs))))
+            activations, stored, written = (tuple(sorted(set(types))) for types in (inputs, weights, outputs))
+            matrices = frozenset(t.dtype for t in constants if t.is_matrix)
+            runs.append(_ProductRun(kernel, activations, stored, written, matrices))
     return runs
 
 
@@ -289,11 +293,15 @@ def _verify_cache(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) -> N
 
 
 def _mismatch(product: Product, run: _ProductRun | None) -> str:
-    """How the kernel of a product differs from what was asked; empty when it does not."""
+    """How the kernel of a product differs from what was asked; empty when it does not.
+
+    A kernel may make several products of one input: a float one is there when a matrix of its type is.
+    """
     asked = f"{product.activations} x {product.weights}"
     if run is None:
         return f"{product.node} ({asked}) has no product kernel"
-    if product.activations in run.activations and run.weights == (product.weights,):
+    shares = product.weights in run.matrices - _CODES
+    if product.activations in run.activations and (run.weights == (product.weights,) or shares):
         return ""
     activations, weights, _ = run.types
     return f"{product.node} ({asked}) runs as {activations} x {weights}"
