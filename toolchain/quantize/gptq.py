@@ -37,17 +37,21 @@ def search_scale(
     hessian_II: torch.Tensor | None = None,
     held_in: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """float32 scales [O, G] of least error d H_gg d^T per channel and group, H the identity when not given."""
+    """float32 scales [O, G] of least error d H_gg d^T per channel and group, H the identity when not given.
+
+    For groups larger than BLOCK the diagonal of H stands for all of it: the whole costs I^2 per row and step.
+    """
     groups_OGg = weight_OI.float().unflatten(-1, (-1, group_size))
     amax_OG = groups_OGg.abs().amax(-1)
-    parts_Ggg = None if hessian_II is None else _diagonal_blocks(hessian_II, group_size)
+    parts_Ggg = None if hessian_II is None or group_size > BLOCK else _diagonal_blocks(hessian_II, group_size)
+    size_Gg = 1.0 if hessian_II is None else hessian_II.diagonal().unflatten(0, (-1, group_size))
     best_OG = torch.full_like(amax_OG, float("inf"))
     found_OG = scale_from_amax(amax_OG, fmt, held_in=held_in)
     for clip in CLIPS:
         scale_OG = scale_from_amax(amax_OG * clip, fmt, held_in=held_in)
         shown = dequantize(quantize(groups_OGg, scale_OG[..., None], fmt), scale_OG[..., None])
         error_OGg = shown - groups_OGg
-        weighed = error_OGg if parts_Ggg is None else torch.einsum("ogi,gij->ogj", error_OGg, parts_Ggg)
+        weighed = error_OGg * size_Gg if parts_Ggg is None else torch.einsum("ogi,gij->ogj", error_OGg, parts_Ggg)
         cost_OG = (weighed * error_OGg).sum(-1)
         better = cost_OG < best_OG
         best_OG = torch.where(better, cost_OG, best_OG)
