@@ -12,7 +12,9 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from toolchain.bench.export_cost import LLAMA_8B, measure_export, write_sparse_checkpoint
+from llama_8b import LLAMA_8B
+
+from toolchain.bench.export_cost import measure_export, write_sparse_checkpoint
 
 TINY = {
     "hidden_size": 64,

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama_8b import LLAMA_8B
 
 from toolchain.artifact import CHUNK_BYTES, new_folder
-from toolchain.bench.export_cost import LLAMA_8B, folder_bytes, run_cold, stored_shapes
+from toolchain.bench.export_cost import folder_bytes, run_cold, stored_shapes
 from toolchain.model.checkpoint import open_checkpoint
 from toolchain.model.hf import config_from_hf
 from toolchain.tensor_file import TensorEntry, build_header, read_header, write_stream

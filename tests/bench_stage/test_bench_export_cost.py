@@ -3,7 +3,8 @@ import sys
 import pytest
 from bench_runner_stubs import tiny_config, tiny_document
 
-from toolchain.bench.export_cost import LLAMA_8B, measure_export, run_cold, write_sparse_checkpoint
+from tests.bench.llama_8b import LLAMA_8B
+from toolchain.bench.export_cost import measure_export, run_cold, write_sparse_checkpoint
 from toolchain.errors import DtoolError
 from toolchain.model.checkpoint import open_checkpoint
 
