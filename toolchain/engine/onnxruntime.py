@@ -190,10 +190,9 @@ class _Rewriter:
     def embedding(self) -> None:
         """Read rows from the matrix the head uses, so that a tied matrix is stored once.
 
-        Integer codes are gathered before they are dequantized, never the whole matrix.
+        Integer codes are gathered before they are dequantized, never the whole matrix. Position tables stay.
         """
         for node in [n for n in self.graph if n.op_type == "Gather" and n.domain == ""]:
-            # position tables are read as they are
             table, ids = node.inputs[0], node.inputs[1]
             assert table is not None
             dequantize = table.producer()

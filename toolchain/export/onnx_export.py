@@ -180,9 +180,9 @@ def _split_node(x, size, dim=0):  # noqa: ANN001, ANN202
 
 
 def _locate_layer(graph: ir.Graph, index: int) -> TracedLayer:
-    layer = _nodes_in(graph, LAYER_SCOPE.format(index))
+    layer, fixed = _nodes_in(graph, LAYER_SCOPE.format(index)), _constants(graph)
     entering = {v for n in layer for v in n.inputs if v is not None and v.producer() is not None}
-    outside = {v for v in entering if v.producer() not in layer and v.producer() not in _constants(graph)}
+    outside = {v for v in entering if v.producer() not in layer and v.producer() not in fixed}
     entering = {v for v in outside if v.dtype != ir.DataType.INT64}  # sizes of the batch may come along
     leaving = _leaving(graph, layer)
     if len(entering) != 1 or len(leaving) != 1:
@@ -211,13 +211,13 @@ def _nodes_in(graph: ir.Graph, scope: str) -> frozenset[ir.Node]:
     return frozenset(node for node in graph if node not in fixed and inside(node))
 
 
-def _constants(graph: ir.Graph) -> list[ir.Node]:
-    """Nodes that depend on nothing: the tracer lets modules share them, so they belong to none."""
+def _constants(graph: ir.Graph) -> dict[ir.Node, None]:
+    """Nodes that depend on nothing, in order: the tracer lets modules share them, so they belong to none."""
     found: dict[ir.Node, None] = {}
     for node in graph:
         if all(v is None or v.producer() in found for v in node.inputs):
             found[node] = None
-    return list(found)
+    return found
 
 
 def _leaving(graph: ir.Graph, nodes: frozenset[ir.Node]) -> set[ir.Value]:
@@ -257,7 +257,7 @@ class _Stamper:
         needed = _ancestors(logits)
         order = [node for node in graph if node in needed]
         inside = frozenset[ir.Node]().union(*(layer.nodes for layer in layers.values()))
-        fixed = [node for node in _constants(graph) if node in needed]
+        fixed = {node: None for node in _constants(graph) if node in needed}
         first = next(i for i, node in enumerate(order) if node in inside)
         before, after = (
             [n for n in part if n not in inside and n not in fixed] for part in (order[:first], order[first:])
