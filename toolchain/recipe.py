@@ -4,6 +4,7 @@ A recipe is readable alone and never names a model. Unknown keys, wrong types an
 combinations are refused with the key's path and near matches; `--set section.key=value` overrides.
 """
 
+import fnmatch
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ RECIPES_DIR = Path(__file__).parent.parent / "recipes"
 
 STAGE_SECTIONS = {
     "export": ("compute_dtype", "context_len"),
-    "quantize": ("weights", "activations", "smoothing", "kv_cache", "calibration"),
+    "quantize": ("weights", "activations", "overrides", "smoothing", "kv_cache", "calibration"),
     "engine": ("engine",),
 }
 """What of a recipe each stage depends on; a change elsewhere leaves its output reusable."""
@@ -43,7 +44,8 @@ class Weights(_Section, frozen=True):
     """How the matrices are stored: one scale per output channel, tensor, or `group_size` inputs of a channel.
 
     `algorithm`: round to nearest, or GPTQ with the second moments of the calibration text. `clip`: scales of
-    the largest weight, or of the range with the least error.
+    the largest weight, or of the range with the least error. `refinements`: rounds of better scales and codes
+    after GPTQ.
 
     `skip` holds exact module names or glob patterns.
     """
@@ -53,6 +55,7 @@ class Weights(_Section, frozen=True):
     group_size: Literal[32, 64, 128] = 128
     algorithm: Literal["rtn", "gptq"] = "rtn"
     clip: Literal["amax", "search"] = "amax"
+    refinements: int = pydantic.Field(default=2, ge=0)
     skip: Strings = ("lm_head", "model.embed_tokens")
 
     @pydantic.model_validator(mode="before")
@@ -84,6 +87,30 @@ class Activations(_Section, frozen=True):
     format: Literal["none", "int8", "fp8_e4m3"] = "none"
     granularity: Literal["token", "tensor"] = "token"
     skip: Strings = ("lm_head",)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether inputs are rounded with scales fixed in advance."""
+        return self.format != "none" and self.granularity == "tensor"
+
+
+class Override(_Section, frozen=True):
+    """Other settings for the matrices that `match` (exact names or glob patterns) names; the last override wins.
+
+    `weights` and `activations` hold only what differs from those sections.
+    """
+
+    match: Strings
+    weights: dict[str, Any] = {}
+    activations: dict[str, Any] = {}
+
+    @pydantic.model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if not self.match or not (self.weights or self.activations):
+            raise ValueError("an override needs match and weights or activations")
+        if "skip" in self.weights or "skip" in self.activations:
+            raise ValueError('skip belongs to the sections; an override leaves matrices out with format = "none"')
+        return self
 
 
 class Smoothing(_Section, frozen=True):
@@ -212,6 +239,7 @@ class Recipe(_Section, frozen=True):
     """Positions the graphs serve; without it all that one set of the model's rotary frequencies can."""
     weights: Weights = Weights()
     activations: Activations = Activations()
+    overrides: Annotated[tuple[Override, ...], pydantic.Field(strict=False)] = ()
     smoothing: Smoothing = Smoothing()
     kv_cache: KVCache = KVCache()
     calibration: Calibration = Calibration()
@@ -221,29 +249,42 @@ class Recipe(_Section, frozen=True):
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
-        weights, activations = self.weights.format, self.activations.format
-        if activations not in ("none", weights):
-            raise ValueError(
-                f"activations.format {activations} needs weights.format {activations}, not {weights}: "
-                "both sides of a product have one format"
-            )
+        for override in ((), *((override,) for override in self.overrides)):
+            weights, activations = (section.format for section in self._with(override))
+            if activations not in ("none", weights):
+                where = f" for {', '.join(override[0].match)}" if override else ""
+                raise ValueError(
+                    f"activations.format {activations} needs weights.format {activations}, not {weights}{where}: "
+                    "both sides of a product have one format"
+                )
         return self
+
+    def _with(self, overrides: Iterable[Override]) -> tuple[Weights, Activations]:
+        changed = [self.weights.model_dump(exclude_unset=True), self.activations.model_dump(exclude_unset=True)]
+        for override in overrides:
+            changed[0] |= override.weights
+            changed[1] |= override.activations
+        return Weights.model_validate(changed[0]), Activations.model_validate(changed[1])
+
+    def of_matrix(self, name: str) -> tuple[Weights, Activations]:
+        """How the matrix `name` and the input of its product are stored, overrides applied; `skip` is not looked at."""
+        return self._with(o for o in self.overrides if any(fnmatch.fnmatchcase(name, p) for p in o.match))
+
+    @property
+    def variants(self) -> tuple[tuple[Weights, Activations], ...]:
+        """The sections' own settings, then those of each override by itself."""
+        return (self._with(()), *(self._with((override,)) for override in self.overrides))
 
     @property
     def quantizes(self) -> bool:
         """Whether the quantize stage has anything to do."""
-        return self.weights.format != "none" or self.kv_cache.format != "none"
+        return self.kv_cache.format != "none" or any(weights.format != "none" for weights, _ in self.variants)
 
     @property
     def needs_calibration(self) -> bool:
         """Whether anything in the recipe is measured on text: static scales, second moments, sizes of channels."""
-        measured = self.weights.uses_hessian or self.smoothing.algorithm != "none"
-        return self.kv_cache.format != "none" or self.has_static_activations or measured
-
-    @property
-    def has_static_activations(self) -> bool:
-        """Whether activations are rounded with scales fixed in advance."""
-        return self.activations.format != "none" and self.activations.granularity == "tensor"
+        measured = any(weights.uses_hessian or activations.is_static for weights, activations in self.variants)
+        return measured or self.kv_cache.format != "none" or self.smoothing.algorithm != "none"
 
     def sections(self, stage: str) -> dict[str, Any]:
         """The part of the recipe that shapes the output of `stage`, as plain JSON types."""

@@ -5,7 +5,7 @@ import torch
 
 from toolchain.errors import DtoolError
 from toolchain.numerics import dequantize, quantize, scale_from_amax
-from toolchain.quantize.gptq import round_with_hessian, search_scale
+from toolchain.quantize.gptq import refine, round_with_hessian, search_scale
 from toolchain.quantize.rounding import round_matrix
 from toolchain.recipe import Weights
 
@@ -118,3 +118,50 @@ def test_the_report_tells_the_loss_of_weights_and_outputs():
     by_hand = 10 * torch.log10(weight.square().sum() / error.square().sum())
     assert plain.weight_sqnr_db == pytest.approx(float(by_hand), abs=1e-4)
     assert plain.clipped_share == 0
+
+
+@pytest.mark.parametrize(("fmt", "group"), [("int4", 32), ("int8", 64), ("fp8_e4m3", 64)])
+def test_refining_lowers_the_damped_error_every_round(fmt, group):
+    weight, hessian = problem(7)
+    scale = search_scale(weight, fmt, group, hessian_II=hessian)
+    shown = round_with_hessian(weight, hessian, scale, fmt)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(64)
+    losses = [loss(weight, shown, damped)]
+    for _ in range(3):
+        shown, scale = refine(weight, shown, hessian, scale, fmt)
+        losses.append(loss(weight, shown, damped))
+        groups = shown.unflatten(-1, (-1, group))
+        assert torch.equal(dequantize(quantize(groups, scale[..., None], fmt), scale[..., None]), groups)
+    assert all(after <= before * (1 + 1e-5) for before, after in zip(losses, losses[1:], strict=False)), losses
+    if fmt == "int4":
+        assert losses[-1] < 0.9 * losses[0]
+
+
+def test_one_pass_of_descent_leaves_no_single_code_to_better():
+    """The last column visited is at its optimum: no other code of it lowers the error."""
+    weight, hessian = problem(8)
+    scale = search_scale(weight, "int4", 32, hessian_II=hessian)
+    shown = round_with_hessian(weight, hessian, scale, "int4")
+    shown, scale = refine(weight, shown, hessian, scale, "int4")
+    damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(64)).double()
+
+    def row_losses(matrix):
+        error = (weight - matrix).double()
+        return ((error @ damped) * error).sum(1)
+
+    best = row_losses(shown)
+    for code in range(-8, 8):
+        other = shown.clone()
+        other[:, -1] = code * scale[:, -1]
+        assert bool((row_losses(other) >= best - 1e-6 * best).all())
+
+
+def test_groups_of_zeros_keep_their_scale_and_scales_are_values_of_the_half_type():
+    weight, hessian = problem(9)
+    weight[5, 32:] = 0
+    scale = search_scale(weight, "int4", 32, held_in=torch.float16)
+    shown = round_with_hessian(weight, hessian, scale, "int4")
+    shown, found = refine(weight, shown, hessian, scale, "int4", held_in=torch.float16)
+    assert torch.equal(found, found.half().float())
+    assert bool((found > 0).all())
+    assert bool(torch.isfinite(shown).all())

@@ -44,8 +44,7 @@ def load_artifact_decoder(artifact: Artifact) -> tuple[Decoder, str]:
     plain = {n: Parameter(e.shape, (e,), (n,)) for n, e in entries.items() if n in shapes and n not in quantized}
     fill_parameters(decoder, plain, dtype, partial=True)
     details = artifact.manifest.details
-    activations = tuple(details.get("activation_format") or ())
-    rounding = dict.fromkeys(details.get("rounded_inputs", ()), activations)
+    rounding = {name: tuple(how) for name, how in details.get("rounded_inputs", {}).items()}
     _install_quantized(decoder, entries, rounding, format_named(dtype).torch_dtype)
     cache_format = str(details.get("kv_format", "none"))
     if cache_format != "none":

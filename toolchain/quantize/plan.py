@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from toolchain.errors import DtoolError, did_you_mean
 from toolchain.model.config import DecoderConfig
 from toolchain.model.parameters import matrix_names, parameter_shapes
-from toolchain.recipe import Recipe
+from toolchain.recipe import Activations, Recipe, Weights
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 INT4_GROUPS = (128, 64, 32)
@@ -16,16 +16,27 @@ INT4_GROUPS = (128, 64, 32)
 
 @dataclass(frozen=True, slots=True)
 class QuantizePlan:
-    """Exact module names: whose weight becomes codes, whose input is rounded, what is left.
+    """What happens to each matrix, by exact module name.
 
-    `groups`: the group size of each int4 matrix.
+    `weights`: those that become codes, and how. `rounded`: those whose product's input is rounded, and how.
+    `skipped`: what stays in float. `groups`: the group size of each int4 matrix.
     """
 
-    weights: tuple[str, ...]
-    rounded: tuple[str, ...]
+    weights: dict[str, Weights]
+    rounded: dict[str, Activations]
     skipped: tuple[str, ...]
     groups: dict[str, int]
     notes: tuple[str, ...]
+
+    @property
+    def uses_hessian(self) -> bool:
+        """Whether some matrix is rounded with the second moments of its inputs."""
+        return any(weights.uses_hessian for weights in self.weights.values())
+
+    @property
+    def static(self) -> tuple[str, ...]:
+        """The products whose input is rounded with a scale from calibration."""
+        return tuple(name for name, activations in self.rounded.items() if activations.is_static)
 
 
 def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
@@ -33,32 +44,40 @@ def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     modules, kept_in_float = matrix_names(config)
     tied = config.tie_word_embeddings
     names = [*modules, HEAD] if tied else modules
+    for override in recipe.overrides:
+        match_patterns("overrides.match", override.match, names)
+    asked = {name: recipe.of_matrix(name) for name in names}
     skipped = match_patterns("weights.skip", recipe.weights.skip, names)
+    skipped |= {name for name, (weights, _) in asked.items() if weights.format == "none"}
     notes = []
     if tied and (HEAD in skipped or EMBEDDING in skipped):
-        if not {HEAD, EMBEDDING} <= skipped and recipe.weights.format != "none":
+        if not {HEAD, EMBEDDING} <= skipped:
             notes.append(f"{HEAD} and {EMBEDDING} are one tied matrix: skipping one skips both")
         skipped |= {HEAD, EMBEDDING}
-    if recipe.weights.format == "none":
-        skipped = set(names)
-    weights = tuple(name for name in modules if name not in skipped)
-    rounded: tuple[str, ...] = ()
-    if recipe.activations.format != "none":
-        experts = [name for name in names if ".experts." in name]
-        products = [name for name in names if name != EMBEDDING and name not in experts]
-        if set(experts) - skipped:
-            notes.append("the inputs of experts stay in float; their weights are quantized")
-        kept = match_patterns("activations.skip", recipe.activations.skip, products)
-        rounded = tuple(name for name in products if name not in skipped | kept)
-    groups = _int4_groups(config, recipe, weights, notes) if recipe.weights.format == "int4" else {}
+    weights = {name: asked[name][0] for name in modules if name not in skipped}
+    rounded = _rounded(recipe, asked, skipped, notes)
+    groups = _int4_groups(config, weights, notes)
     return QuantizePlan(weights, rounded, tuple(sorted(skipped | set(kept_in_float))), groups, tuple(notes))
 
 
-def _int4_groups(config: DecoderConfig, recipe: Recipe, names: tuple[str, ...], notes: list[str]) -> dict[str, int]:
-    """The group size of every matrix: the asked one, or the largest smaller one that divides its inputs."""
-    asked = recipe.weights.group_size
-    widths = {name: parameter_shapes(config)[f"{name}.weight"][1] for name in names}
-    groups = {name: legal_group(width, asked) for name, width in widths.items()}
+def _rounded(
+    recipe: Recipe, asked: dict[str, tuple[Weights, Activations]], skipped: set[str], notes: list[str]
+) -> dict[str, Activations]:
+    """The products whose input is rounded; an expert's stays in float."""
+    wanted = {name for name, (_, activations) in asked.items() if activations.format != "none"} - skipped
+    if any(".experts." in name for name in wanted):
+        notes.append("the inputs of experts stay in float; their weights are quantized")
+    products = [name for name in asked if name != EMBEDDING and ".experts." not in name]
+    kept = match_patterns("activations.skip", recipe.activations.skip, products) if wanted else set()
+    return {name: asked[name][1] for name in products if name in wanted - kept}
+
+
+def _int4_groups(config: DecoderConfig, weights: dict[str, Weights], notes: list[str]) -> dict[str, int]:
+    """The group size of every int4 matrix: the asked one, or the largest smaller one that divides its inputs."""
+    asked = {name: w.group_size for name, w in weights.items() if w.format == "int4"}
+    shapes = parameter_shapes(config)
+    widths = {name: shapes[f"{name}.weight"][1] for name in asked}
+    groups = {name: legal_group(width, asked[name]) for name, width in widths.items()}
     for name, group in groups.items():
         if group is None:
             raise DtoolError(
@@ -67,9 +86,12 @@ def _int4_groups(config: DecoderConfig, recipe: Recipe, names: tuple[str, ...], 
                 found=f"{widths[name]} inputs",
                 fix=f"leave it out: --set 'weights.skip=[\"{name}\", ...]'",
             )
-    for group in sorted({g for g in groups.values() if g != asked and g is not None}):
-        smaller = [name for name, g in groups.items() if g == group]
-        notes.append(f"{len(smaller)} matrices in groups of {group}: {asked} does not cut {widths[smaller[0]]} inputs")
+    smaller: dict[tuple[int, int], list[str]] = {}
+    for name, group in groups.items():
+        if group is not None and group != asked[name]:
+            smaller.setdefault((group, asked[name]), []).append(name)
+    for (group, wanted), names in sorted(smaller.items()):
+        notes.append(f"{len(names)} matrices in groups of {group}: {wanted} does not cut {widths[names[0]]} inputs")
     return {name: group for name, group in groups.items() if group is not None}
 
 

@@ -29,7 +29,7 @@ from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX
 from toolchain.numerics import CODE_RANGE, SMALLEST_SCALE
 from toolchain.ops.function_body import DOMAIN, INPUTS, OP_TYPE, attention_function, input_names, node_attributes
 from toolchain.quantize.plan import EMBEDDING, HEAD, QuantizePlan
-from toolchain.recipe import Recipe
+from toolchain.recipe import Activations, Recipe
 from toolchain.tensor_file import TensorEntry
 
 _FLOAT = ir.DataType.FLOAT
@@ -51,8 +51,8 @@ class GraphQuantizer:
         self.config, self.plan, self.entries, self.recipe = config, plan, entries, recipe
         self.compute = ir.DataType(FORMATS[compute_dtype].onnx_code)
         self.weights = {f"{name}.weight" for name in plan.weights}
-        self.codes: dict[str, tuple[ir.Value, ir.Value, ir.Value | None]] = {}
-        """Of each rounded input: its codes, the scale they are shown with, and the token's scale."""
+        self.codes: dict[tuple[str, str, str], tuple[ir.Value, ir.Value, ir.Value | None]] = {}
+        """Of each input rounded in a format: its codes, the scale they are shown with, and the token's scale."""
 
     def run(self, phase: Phase) -> None:
         """Apply weights, activations and cache."""
@@ -71,21 +71,21 @@ class GraphQuantizer:
         codes = self._initializer(name, replaces=weight)
         scale = self._initializer(name + SCALE_SUFFIX)
         dequantized: dict[str, ir.Value] = {}
-        by_token = self.recipe.activations.granularity == "token"
         for user, place in ((usage.node, usage.idx) for usage in users):
             is_product = user.op_type == "Transpose"
             product = next(iter(user.outputs[0].uses())).node if is_product else user
             module = name.removesuffix(".weight")
             if is_product and module == EMBEDDING:
                 module = HEAD  # the tied matrix as the head
-            rounded = is_product and module in self.plan.rounded
+            rounded = self.plan.rounded.get(module) if is_product else None
+            by_token = rounded is not None and rounded.granularity == "token"
             # one for the rows and one for the product: a value that two parts of an engine share is expanded whole
-            use = "_rows" if not is_product else "_float" if rounded and by_token else ""
+            use = "_rows" if not is_product else "_float" if by_token else ""
             if use not in dequantized:
                 dequantized[use] = self._dequantize(codes, scale, user, use)
             user.replace_input_with(place, dequantized[use])
-            if rounded:
-                self._round_activation(product, module)
+            if rounded is not None:
+                self._round_activation(product, module, rounded)
 
     def _initializer(self, name: str, replaces: ir.Value | None = None) -> ir.Value:
         entry = self.entries[name]
@@ -122,16 +122,17 @@ class GraphQuantizer:
             return scale
         return self._insert(before, "Cast", [scale], f"{user}_scale", to=int(self.compute))
 
-    def _round_activation(self, product: ir.Node, module: str) -> None:
+    def _round_activation(self, product: ir.Node, module: str, how: Activations) -> None:
         x, output = product.inputs[0], product.outputs[0]
         assert x is not None
-        if str(x.name) not in self.codes:
-            by_token = self.recipe.activations.granularity == "token"
+        key = (str(x.name), how.format, how.granularity)
+        if key not in self.codes:
+            by_token = how.granularity == "token"
             make = self._token_codes if by_token else functools.partial(self._static_codes, module)
-            self.codes[str(x.name)] = make(x, product)
-        codes, scale, token_scale = self.codes[str(x.name)]
+            self.codes[key] = make(x, product, how.format)
+        codes, scale, token_scale = self.codes[key]
         # one for each product: a value that two parts of an engine share crosses between them in float
-        shown = [codes, scale, self._zero_code()]
+        shown = [codes, scale, self._zero_code(how.format)]
         product.replace_input_with(0, self._insert(product, "DequantizeLinear", shown, f"{output.name}_input"))
         if token_scale is not None:
             self._multiply_back(product, output, token_scale)
@@ -156,13 +157,13 @@ class GraphQuantizer:
             final.type, final.shape = output.type, output.shape
             self.graph.outputs[index] = final
 
-    def _token_codes(self, x: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
+    def _token_codes(self, x: ir.Value, before: ir.Node, fmt: str) -> tuple[ir.Value, ir.Value, ir.Value]:
         """The codes of an input, in units of its scale per token; shared by all products that read `x`."""
-        name = str(x.name)
-        largest = CODE_RANGE[self.recipe.activations.format][1]
-        one, zero = self._constant("quantize.one", np.array(1.0, np.float32)), self._zero_code()
-        floor = self._constant("quantize.floor", np.array(SMALLEST_SCALE * largest, np.float32))
-        qmax = self._constant("quantize.qmax", np.array(largest, np.float32))
+        name = f"{x.name}_{fmt}"
+        largest = CODE_RANGE[fmt][1]
+        one, zero = self._constant("quantize.one", np.array(1.0, np.float32)), self._zero_code(fmt)
+        floor = self._constant(f"quantize.floor.{fmt}", np.array(SMALLEST_SCALE * largest, np.float32))
+        qmax = self._constant(f"quantize.qmax.{fmt}", np.array(largest, np.float32))
         axis = self._constant("quantize.axis", np.array([-1], np.int64))
         value = self._as_float(x, before)
         size = self._insert(before, "Abs", [value], f"{name}_abs")
@@ -172,18 +173,18 @@ class GraphQuantizer:
         ratio = self._insert(before, "Div", [value, scale], f"{name}_ratio")
         return self._insert(before, "QuantizeLinear", [ratio, one, zero], f"{name}_codes"), one, scale
 
-    def _static_codes(self, module: str, x: ir.Value, before: ir.Node) -> tuple[ir.Value, ir.Value, None]:
+    def _static_codes(self, module: str, x: ir.Value, before: ir.Node, fmt: str) -> tuple[ir.Value, ir.Value, None]:
         """The codes of an input with the scale that calibration stored for this product."""
-        name, scale, zero = str(x.name), self._initializer(f"{module}.{INPUT_SCALE}"), self._zero_code()
+        name, scale, zero = f"{x.name}_{fmt}", self._initializer(f"{module}.{INPUT_SCALE}"), self._zero_code(fmt)
         codes = self._insert(before, "QuantizeLinear", [self._as_float(x, before), scale, zero], f"{name}_codes")
         return codes, self._in_compute_type(scale, f"{name}_rounded", before), None
 
     def _as_float(self, x: ir.Value, before: ir.Node) -> ir.Value:
         return x if self.compute == _FLOAT else self._insert(before, "Cast", [x], f"{x.name}_as_float", to=int(_FLOAT))
 
-    def _zero_code(self) -> ir.Value:
-        dtype = ir.DataType(FORMATS[self.recipe.activations.format].onnx_code)
-        return self._constant("quantize.zero", np.zeros((), dtype.numpy()))
+    def _zero_code(self, fmt: str) -> ir.Value:
+        dtype = ir.DataType(FORMATS[fmt].onnx_code)
+        return self._constant(f"quantize.zero.{fmt}", np.zeros((), dtype.numpy()))
 
     def _quantize_cache(self, phase: Phase, cache_format: str) -> None:
         specs = [attention_spec(self.config, i, cache_format) for i in range(self.config.num_hidden_layers)]

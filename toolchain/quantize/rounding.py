@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from toolchain.numerics import CODE_RANGE, dequantize, pack_int4, quantize, scale_from_amax
-from toolchain.quantize.gptq import round_with_hessian, search_scale
+from toolchain.quantize.gptq import refine, round_with_hessian, search_scale
 from toolchain.recipe import Weights
 
 
@@ -49,6 +49,8 @@ def round_matrix(
     scale_OG = _scales(weight_OI, weights, parts, width, held_in, hessian_II)
     if weights.algorithm == "gptq" and hessian_II is not None:
         shown_OI = round_with_hessian(weight_OI, hessian_II, scale_OG, fmt)
+        for _ in range(weights.refinements if weights.granularity != "tensor" else 0):
+            shown_OI, scale_OG = refine(weight_OI, shown_OI, hessian_II, scale_OG, fmt, held_in=held_in)
     else:
         shown_OI = weight_OI
     codes_OGg = quantize(shown_OI.unflatten(-1, (-1, width)), scale_OG[..., None], fmt)

@@ -129,9 +129,8 @@ def _describe(exported: Artifact, recipe: Recipe, plan: QuantizePlan, draft: Dra
         draft.kv_contract |= {"dtype": kv_format, "scales": "per layer and KV head, in weights.safetensors"}
     draft.details = exported.manifest.details | {
         "kv_format": kv_format,
-        "weight_format": recipe.weights.format,
-        "quantized": list(plan.weights),
-        "rounded_inputs": list(plan.rounded),
-        "activation_format": [recipe.activations.format, recipe.activations.granularity] if plan.rounded else None,
+        "weight_format": "+".join(sorted({weights.format for weights in plan.weights.values()})) or "none",
+        "quantized": {name: weights.format for name, weights in plan.weights.items()},
+        "rounded_inputs": {name: [a.format, a.granularity] for name, a in plan.rounded.items()},
         "not_quantized": list(plan.skipped),
     }

@@ -50,8 +50,8 @@ class QuantizedStream:
                 layout[name] = (entry.dtype, entry.shape)
                 continue
             rows, width = entry.shape
-            group = self.plan.groups.get(module)
-            stored = (self.recipe.weights.format, entry.shape) if group is None else ("uint8", (rows, width // 2))
+            group, fmt = self.plan.groups.get(module), self.plan.weights[module].format
+            stored = (fmt, entry.shape) if group is None else ("uint8", (rows, width // 2))
             layout[name] = stored
             layout[name + SCALE_SUFFIX] = ("float32", (rows,) if group is None else (rows, width // group))
         return layout | {name: ("float32", shape) for name, shape in self._static_shapes().items()}
@@ -61,9 +61,7 @@ class QuantizedStream:
         if self.recipe.kv_cache.format != "none":
             for i in range(self.config.num_hidden_layers):
                 shapes |= {f"{LAYERS}{i}.self_attn.{n}": (self.config.num_key_value_heads,) for n in KV_SCALES}
-        if self.recipe.has_static_activations:
-            shapes |= {f"{name}.{INPUT_SCALE}": () for name in self.plan.rounded}
-        return shapes
+        return shapes | {f"{name}.{INPUT_SCALE}": () for name in self.plan.static}
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of `layout`, in its order."""
@@ -81,17 +79,12 @@ class QuantizedStream:
         yield from (scales[name] for name in self._static_shapes())
 
     def _walk(self) -> Iterator[WalkedLayer]:
-        recipe, plan = self.recipe, self.plan
-        watched = set(plan.rounded) if recipe.has_static_activations else set()
-        if recipe.weights.uses_hessian or recipe.smoothing.algorithm != "none":
-            watched |= {n.removesuffix(".weight") for n in self.source if n.endswith("_proj.weight")}
-        products = tuple(sorted(name for name in watched if ".experts." not in name))
-        return walk(self.source, self.config, recipe, self.blocks, products, self.report)
+        return walk(self.source, self.config, self.recipe, self.blocks, self.plan, self.report)
 
     def _scales(self, layer: WalkedLayer) -> dict[str, Any]:
         held_in = format_named(next(iter(self.source.values())).dtype).torch_dtype
         try:
-            return static_scales(layer, self.recipe, set(self.plan.rounded), held_in)
+            return static_scales(layer, self.recipe, self.plan, held_in)
         except ValueError as error:
             raise DtoolError(
                 f"layer {layer.index} cannot be calibrated", found=str(error), fix="check the weights for inf or NaN"
@@ -109,7 +102,7 @@ class QuantizedStream:
         try:
             rounded = round_matrix(
                 value,
-                self.recipe.weights,
+                self.plan.weights[module],
                 parts=self.config.part_sizes(name),
                 group_size=self.plan.groups.get(module, 0),
                 held_in=held_in,
@@ -118,6 +111,7 @@ class QuantizedStream:
         except ValueError as error:
             raise DtoolError(f"{name} cannot be quantized", found=str(error), fix="check the checkpoint") from error
         row = {name: getattr(rounded, name) for name in ("weight_sqnr_db", "output_sqnr_db", "clipped_share")}
-        self.rows.append({"matrix": module, "group_size": self.plan.groups.get(module), **row})
+        how = {"format": self.plan.weights[module].format, "group_size": self.plan.groups.get(module)}
+        self.rows.append({"matrix": module, **how, **row})
         yield rounded.codes
         yield rounded.scale

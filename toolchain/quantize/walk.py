@@ -26,6 +26,7 @@ from toolchain.model.parameters import EMBEDDING, POSITIONS
 from toolchain.model.positions import position_tables, rope_table_names
 from toolchain.model.quantized import INPUT_SCALE, KV_SCALES
 from toolchain.numerics import scale_from_amax
+from toolchain.quantize.plan import QuantizePlan
 from toolchain.quantize.smoothing import Site, fold, shared_by_heads, sites, smoothing_scale, weight_sizes
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry, read_tensor
@@ -77,14 +78,15 @@ def walk(
     config: DecoderConfig,
     recipe: Recipe,
     blocks: Any,
-    products: tuple[str, ...],
+    plan: QuantizePlan,
     report: Report,
 ) -> Iterator[WalkedLayer]:
     """Every layer in turn, then the head's input under the index `num_hidden_layers`.
 
-    `blocks`: token ids int64 [samples, seq_len]; `products`: names of the products whose inputs are watched.
+    `blocks`: token ids int64 [samples, seq_len]; of the plan's matrices those inputs are watched that decide something.
     Raises DtoolError when a value is not finite.
     """
+    products = watched_products(entries, recipe, plan)
     streams = _embedded(entries, config, blocks, recipe.calibration.batch)
     tables = position_tables(config)
     for i in range(config.num_hidden_layers):
@@ -95,7 +97,7 @@ def walk(
             layer = WalkedLayer(i, {})
             cos, sin = rope_table_names(config.layer(i).rope)
             rope, inputs = (tables[cos], tables[sin]), streams
-            layer.seen, streams = _run(block, watched, rope, inputs, recipe, config, layer)
+            layer.seen, streams = _run(block, watched, rope, inputs, recipe, plan, layer)
             if recipe.smoothing.algorithm != "none":
                 _smooth(block, layer, config, recipe)
                 layer.identity_error = _identity_error(block, rope, inputs[0][:1], streams[0][:1], config)
@@ -104,6 +106,14 @@ def walk(
         yield layer
     if "lm_head" in products:
         yield _head_input(entries, config, streams)
+
+
+def watched_products(entries: Mapping[str, TensorEntry], recipe: Recipe, plan: QuantizePlan) -> tuple[str, ...]:
+    """The products whose inputs decide a scale or a rounding; an expert's are never watched."""
+    watched = set(plan.static)
+    if plan.uses_hessian or recipe.smoothing.algorithm != "none":
+        watched |= {name.removesuffix(".weight") for name in entries if name.endswith("_proj.weight")}
+    return tuple(sorted(name for name in watched if ".experts." not in name))
 
 
 def _load(module: Any, entries: Mapping[str, TensorEntry], prefix: str) -> Any:
@@ -132,14 +142,14 @@ def _run(
     rope: tuple[torch.Tensor, torch.Tensor],
     streams: list[torch.Tensor],
     recipe: Recipe,
-    config: DecoderConfig,
+    plan: QuantizePlan,
     layer: WalkedLayer,
 ) -> tuple[dict[str, Seen], list[torch.Tensor]]:
     """The layer's output for every batch; what its products and its cache saw on the way."""
-    seen = {name: _nothing(block.get_submodule(name).weight.shape[1], recipe) for name in watched}  # type: ignore[union-attr, index]
+    seen = {name: _nothing(block.get_submodule(name).weight.shape[1], plan.uses_hessian) for name in watched}  # type: ignore[union-attr, index]
     handles = [block.get_submodule(name).register_forward_pre_hook(_watch(product)) for name, product in seen.items()]
     outputs = []
-    shape = (config.num_key_value_heads, streams[0].shape[1], config.head_dim)
+    shape = (block.self_attn.spec.num_kv_heads, streams[0].shape[1], block.self_attn.spec.head_dim)
     for x_BTE in streams:
         cache = torch.zeros(2, len(x_BTE), *shape)
         out_BTE, _ = block(x_BTE, rope, torch.zeros(len(x_BTE), dtype=torch.int64), (cache[0], cache[1]))
@@ -163,8 +173,8 @@ def _watch(product: Seen) -> Callable[..., None]:
     return lambda _, inputs: product.add(inputs[0])
 
 
-def _nothing(width: int, recipe: Recipe) -> Seen:
-    hessian_II = torch.zeros(width, width) if recipe.weights.uses_hessian else None
+def _nothing(width: int, hessian: bool) -> Seen:
+    hessian_II = torch.zeros(width, width) if hessian else None
     return Seen(torch.zeros(width), torch.zeros(width), hessian=hessian_II)
 
 
@@ -221,7 +231,7 @@ def _head_input(entries: Mapping[str, TensorEntry], config: DecoderConfig, strea
     return WalkedLayer(config.num_hidden_layers, {}, {"lm_head": seen})
 
 
-def static_scales(layer: WalkedLayer, recipe: Recipe, rounded: set[str], held_in: torch.dtype) -> dict[str, Any]:
+def static_scales(layer: WalkedLayer, recipe: Recipe, plan: QuantizePlan, held_in: torch.dtype) -> dict[str, Any]:
     """float32 scales by parameter name: [K] of the cache, [] of every input that is rounded with a fixed scale."""
     prefix = f"model.layers.{layer.index}."
     found: dict[str, Any] = {}
@@ -230,10 +240,9 @@ def static_scales(layer: WalkedLayer, recipe: Recipe, rounded: set[str], held_in
         if recipe.kv_cache.granularity == "tensor":
             amax_K = amax_K.max().expand_as(amax_K).contiguous()
         found[f"{prefix}self_attn.{part}"] = scale_from_amax(amax_K, recipe.kv_cache.format)
-    if recipe.has_static_activations:
-        for name, seen in layer.seen.items():
-            full = name if name == "lm_head" else prefix + name
-            if full in rounded:
-                scale = scale_from_amax(seen.amax.max(), recipe.activations.format, held_in=held_in)
-                found[f"{full}.{INPUT_SCALE}"] = scale
+    for name, seen in layer.seen.items():
+        full = name if name == "lm_head" else prefix + name
+        if full in plan.static:
+            fmt = plan.rounded[full].format
+            found[f"{full}.{INPUT_SCALE}"] = scale_from_amax(seen.amax.max(), fmt, held_in=held_in)
     return found
