@@ -19,7 +19,7 @@ RECIPES_DIR = Path(__file__).parent.parent / "recipes"
 
 STAGE_SECTIONS = {
     "export": ("compute_dtype", "context_len"),
-    "quantize": ("weights", "activations", "overrides", "smoothing", "kv_cache", "calibration"),
+    "quantize": ("weights", "activations", "overrides", "rotation", "smoothing", "kv_cache", "calibration"),
     "engine": ("engine",),
 }
 """What of a recipe each stage depends on; a change elsewhere leaves its output reusable."""
@@ -81,12 +81,23 @@ class Activations(_Section, frozen=True):
     """How the inputs of the quantized products are rounded.
 
     `token`: a dynamic scale per token. `tensor`: one static scale per product, from calibration.
+    `excess_channels`: where a few channels of a feed-forward's last input hold values far beyond all others, at
+    most so many have that excess taken to the product in float, so that it does not set the static scale.
     `skip` names products whose input stays in float; the head feeds no layer, only the choice.
     """
 
     format: Literal["none", "int8", "fp8_e4m3"] = "none"
     granularity: Literal["token", "tensor"] = "token"
+    excess_channels: int = pydantic.Field(default=0, ge=0)
     skip: Strings = ("lm_head",)
+
+    @pydantic.model_validator(mode="after")
+    def _excess_is_of_a_static_scale(self) -> Self:
+        if self.excess_channels and not self.is_static:
+            raise ValueError(
+                "excess_channels is for static scales: a token's own scale needs none (granularity tensor)"
+            )
+        return self
 
     @property
     def is_static(self) -> bool:
@@ -111,6 +122,23 @@ class Override(_Section, frozen=True):
         if "skip" in self.weights or "skip" in self.activations:
             raise ValueError('skip belongs to the sections; an override leaves matrices out with format = "none"')
         return self
+
+
+class Rotation(_Section, frozen=True):
+    """Which activations lie in a basis where no channel is large: an identity before rounding.
+
+    `stream`: the residual stream, and `values`: what attention mixes, both folded into the weights but for two
+    products at the model's ends. `feed_forward`: the input of its last product, rotated as the graph runs.
+    """
+
+    stream: bool = False
+    values: bool = False
+    feed_forward: bool = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is rotated."""
+        return self.stream or self.values or self.feed_forward
 
 
 class Smoothing(_Section, frozen=True):
@@ -240,6 +268,7 @@ class Recipe(_Section, frozen=True):
     weights: Weights = Weights()
     activations: Activations = Activations()
     overrides: Annotated[tuple[Override, ...], pydantic.Field(strict=False)] = ()
+    rotation: Rotation = Rotation()
     smoothing: Smoothing = Smoothing()
     kv_cache: KVCache = KVCache()
     calibration: Calibration = Calibration()
@@ -284,7 +313,8 @@ class Recipe(_Section, frozen=True):
     def needs_calibration(self) -> bool:
         """Whether anything in the recipe is measured on text: static scales, second moments, sizes of channels."""
         measured = any(weights.uses_hessian or activations.is_static for weights, activations in self.variants)
-        return measured or self.kv_cache.format != "none" or self.smoothing.algorithm != "none"
+        changed = self.rotation.is_on or self.smoothing.algorithm != "none"  # and checked on text to be an identity
+        return measured or changed or self.kv_cache.format != "none"
 
     def sections(self, stage: str) -> dict[str, Any]:
         """The part of the recipe that shapes the output of `stage`, as plain JSON types."""

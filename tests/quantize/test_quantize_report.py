@@ -22,7 +22,7 @@ def test_every_quantized_matrix_has_a_row_and_everything_else_a_name(document):
     assert set(document["not_quantized"]) == {"lm_head", "model.embed_tokens"}
     assert all(row["group_size"] in {32, 64, 128} and 0 <= row["clipped_share"] < 0.2 for row in document["matrices"])
     assert all(row["output_sqnr_db"] > 10 for row in document["matrices"])
-    assert document["smoothing_identity_error"] < 1e-5
+    assert document["identity_error"] < 1e-5
 
 
 def test_bits_per_parameter_count_codes_and_scales(document):

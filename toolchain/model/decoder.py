@@ -26,6 +26,7 @@ from torch.nn import functional as F  # noqa: N812 - the usual name
 from toolchain.formats import format_named
 from toolchain.model.config import DecoderConfig
 from toolchain.model.positions import SINUSOIDAL, position_tables, rope_table_names
+from toolchain.model.quantized import InputShape
 from toolchain.ops.attention import AttentionSpec, attend_in_place, fused_attention
 from toolchain.ops.experts import ACTIVATIONS, ExpertsSpec, experts, mix_experts
 
@@ -177,12 +178,19 @@ class FeedForward(nn.Module):
         else:
             self.up_proj = Linear(hidden, inner, bias=bias)
         self.down_proj = Linear(inner, hidden, bias=bias)
+        self.shape: InputShape | None = None
 
     def forward(self, x_BTE: torch.Tensor) -> torch.Tensor:
-        if not self.gated:
-            return self.down_proj(self.act(self.up_proj(x_BTE)))
-        gate_BTF, up_BTF = self.gate_up_proj(x_BTE).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate_BTF) * up_BTF)
+        if self.gated:
+            gate_BTF, up_BTF = self.gate_up_proj(x_BTE).chunk(2, dim=-1)
+            inner_BTF = self.act(gate_BTF) * up_BTF
+        else:
+            inner_BTF = self.act(self.up_proj(x_BTE))
+        if self.shape is None:
+            return self.down_proj(inner_BTF)
+        inner_BTF, added_BTE = self.shape(inner_BTF)
+        down_BTE = self.down_proj(inner_BTF)
+        return down_BTE if added_BTE is None else down_BTE + added_BTE
 
 
 class ExpertMatrices(nn.Module):
@@ -286,6 +294,7 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.tables = position_tables(config)
+        self.rotation_EE: torch.Tensor | None = None  # the basis of the layers' stream, see quantize.rotation
 
     def forward(
         self, input_ids_BT: torch.Tensor, past_lengths_B: torch.Tensor, caches: Sequence[LayerCache]
@@ -304,6 +313,10 @@ class Decoder(nn.Module):
 
     def embedded(self, input_ids_BT: torch.Tensor, past_lengths_B: torch.Tensor) -> torch.Tensor:
         """What enters the first layer [B, T, E]: embedding rows, scaled, with positions where the model adds them."""
+        x_BTE = self._embedded(input_ids_BT, past_lengths_B)
+        return x_BTE if self.rotation_EE is None else x_BTE @ self.rotation_EE
+
+    def _embedded(self, input_ids_BT: torch.Tensor, past_lengths_B: torch.Tensor) -> torch.Tensor:
         config = self.config
         x_BTE = self.model.embed_tokens(input_ids_BT)
         if config.embedding_multiplier != 1.0:
@@ -322,6 +335,8 @@ class Decoder(nn.Module):
 
     def logits(self, x_BTE: torch.Tensor) -> torch.Tensor:
         """float32 logits of the rows given."""
+        if self.rotation_EE is not None:
+            x_BTE = x_BTE @ self.rotation_EE.mT
         logits_BTV = self.lm_head(self.model.norm(x_BTE)).float()
         if self.config.logit_multiplier != 1.0:
             logits_BTV = logits_BTV * self.config.logit_multiplier

@@ -14,7 +14,19 @@ from toolchain.model.checkpoint import Parameter, open_checkpoint
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Decoder
 from toolchain.model.parameters import parameter_shapes
-from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX, QuantizedEmbedding, QuantizedLinear
+from toolchain.model.quantized import (
+    CHANNEL_WEIGHT,
+    CHANNELS,
+    FEED_FORWARD_ROTATION,
+    INPUT_SCALE,
+    KV_SCALES,
+    LIMIT,
+    ROTATION,
+    SCALE_SUFFIX,
+    InputShape,
+    QuantizedEmbedding,
+    QuantizedLinear,
+)
 from toolchain.tensor_file import TensorEntry, read_header, read_tensor
 
 
@@ -46,6 +58,7 @@ def load_artifact_decoder(artifact: Artifact) -> tuple[Decoder, str]:
     details = artifact.manifest.details
     rounding = {name: tuple(how) for name, how in details.get("rounded_inputs", {}).items()}
     _install_quantized(decoder, entries, rounding, format_named(dtype).torch_dtype)
+    _install_bases(decoder, entries)
     cache_format = str(details.get("kv_format", "none"))
     if cache_format != "none":
         _install_cache_scales(decoder, entries, cache_format)
@@ -111,6 +124,17 @@ def _install_quantized(
                 decoder.lm_head = linear("lm_head", codes, scale, None)  # type: ignore[assignment]
         else:
             setattr(parent, attribute, linear(path, codes, scale, old.bias))
+
+
+def _install_bases(decoder: Decoder, entries: Mapping[str, TensorEntry]) -> None:
+    """The bases of the stream and of the feed-forward's inputs, and the excess of some channels."""
+    read = {name: read_tensor(entries[name]) for name in (ROTATION, FEED_FORWARD_ROTATION) if name in entries}
+    decoder.rotation_EE, rotation_nn = read.get(ROTATION), read.get(FEED_FORWARD_ROTATION)
+    for i, block in enumerate(decoder.model.layers):
+        names = [f"model.layers.{i}.mlp.down_proj.{part}" for part in (LIMIT, CHANNELS, CHANNEL_WEIGHT)]
+        excess = [read_tensor(entries[name]) for name in names if name in entries]
+        if rotation_nn is not None or excess:
+            block.mlp.shape = InputShape(rotation_nn, *excess)  # type: ignore[union-attr]
 
 
 def _install_cache_scales(decoder: Decoder, entries: Mapping[str, TensorEntry], cache_format: str) -> None:

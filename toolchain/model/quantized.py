@@ -3,8 +3,10 @@
 weight-only      y = x W'^T,                W' = codes * scale      a scale per output channel, or per group of it
 per token        s = max|x| / qmax,  q = code of x / s;    y = s * (q W'^T)
 static           q = code of x / s,  s from calibration;   y = (q s) W'^T
+rotated, limited  see `InputShape`
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +18,10 @@ from toolchain.numerics import dequantize, quantize, token_scale, unpack_int4
 SCALE_SUFFIX = "_scale"
 INPUT_SCALE = "input_scale"
 """Per product: the static scale [] of its input."""
+ROTATION, FEED_FORWARD_ROTATION = "rotation.stream", "rotation.feed_forward"
+"""Bases [E, E] of the residual stream and [n, n] of blocks of the feed-forward's last input."""
+LIMIT, CHANNELS, CHANNEL_WEIGHT = "input_limit", "excess_channels", "excess_weight"
+"""Per product with an excess: its bounds [I], the channels [k] (int64) and their part of the weight [k, O]."""
 KV_SCALES = ("k_scale", "v_scale")
 """Per layer, under `self_attn`: the static scales [K] of a quantized cache."""
 
@@ -26,6 +32,36 @@ def dequantize_weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return dequantize(codes, scale[:, None])
     codes_OGg = unpack_int4(codes).reshape(*scale.shape, -1)
     return dequantize(codes_OGg, scale[..., None]).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class InputShape:
+    """What the feed-forward's last product does to its input before it is rounded, and gives back after.
+
+        x' = min(max(x, -l), l) K,    y = x' W'^T + ((x - min(max(x, -l), l))_S) W_S^T,    W' = W K
+
+    `rotation_nn` is K, over blocks of n channels. `limit_I` bounds the few channels S whose rare excess, some
+    hundred times what the others reach (massive activations, arXiv 2402.17762), would take all of a static scale;
+    `channels_k` are S and `weight_kO` their columns in the compute type. Each may be None.
+    """
+
+    rotation_nn: torch.Tensor | None = None
+    limit_I: torch.Tensor | None = None
+    channels_k: torch.Tensor | None = None
+    weight_kO: torch.Tensor | None = None
+
+    def __call__(self, x_BTI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """X' [B, T, I], and what the excess adds to the product [B, T, O]."""
+        added_BTO = None
+        if self.limit_I is not None:
+            assert self.channels_k is not None
+            assert self.weight_kO is not None
+            limited_BTI = torch.maximum(torch.minimum(x_BTI, self.limit_I), -self.limit_I)
+            added_BTO = (x_BTI - limited_BTI)[..., self.channels_k] @ self.weight_kO
+            x_BTI = limited_BTI
+        if self.rotation_nn is not None:
+            x_BTI = (x_BTI.unflatten(-1, (-1, len(self.rotation_nn))) @ self.rotation_nn).flatten(-2)
+        return x_BTI, added_BTO
 
 
 class QuantizedLinear(nn.Module):

@@ -28,6 +28,7 @@ from toolchain.model.decoder import attention_spec
 from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX
 from toolchain.numerics import CODE_RANGE, SMALLEST_SCALE
 from toolchain.ops.function_body import DOMAIN, INPUTS, OP_TYPE, attention_function, input_names, node_attributes
+from toolchain.quantize.graph_bases import write_bases
 from toolchain.quantize.plan import EMBEDDING, HEAD, QuantizePlan
 from toolchain.recipe import Activations, Recipe
 from toolchain.tensor_file import TensorEntry
@@ -55,7 +56,8 @@ class GraphQuantizer:
         """Of each input rounded in a format: its codes, the scale they are shown with, and the token's scale."""
 
     def run(self, phase: Phase) -> None:
-        """Apply weights, activations and cache."""
+        """Apply bases, weights, activations and cache."""
+        write_bases(self, self.config, self.entries)
         for value in list(self.graph.initializers.values()):
             name = str(value.name)
             if name in self.weights:
@@ -68,8 +70,8 @@ class GraphQuantizer:
     def _quantize_weight(self, weight: ir.Value) -> None:
         name = str(weight.name)
         users = list(weight.uses())
-        codes = self._initializer(name, replaces=weight)
-        scale = self._initializer(name + SCALE_SUFFIX)
+        codes = self.initializer(name, replaces=weight)
+        scale = self.initializer(name + SCALE_SUFFIX)
         dequantized: dict[str, ir.Value] = {}
         for user, place in ((usage.node, usage.idx) for usage in users):
             is_product = user.op_type == "Transpose"
@@ -87,7 +89,8 @@ class GraphQuantizer:
             if rounded is not None:
                 self._round_activation(product, module, rounded)
 
-    def _initializer(self, name: str, replaces: ir.Value | None = None) -> ir.Value:
+    def initializer(self, name: str, replaces: ir.Value | None = None) -> ir.Value:
+        """A tensor of the weights file as an input of nodes, in the place of `replaces`."""
         entry = self.entries[name]
         if name.removesuffix(".weight") in self.plan.groups:  # two int4 codes to a stored byte
             entry = replace(entry, dtype="int4", shape=(entry.shape[0], 2 * entry.shape[1]))
@@ -97,14 +100,16 @@ class GraphQuantizer:
         self.graph.initializers.setdefault(name, value)
         return self.graph.initializers[name]
 
-    def _constant(self, name: str, value: np.ndarray) -> ir.Value:
+    def constant(self, name: str, value: np.ndarray) -> ir.Value:
+        """A value written into the graph itself."""
         if name not in self.graph.initializers:
             tensor = ir.tensor(value, name=name)
             typed = {"type": ir.TensorType(tensor.dtype), "shape": ir.Shape(value.shape)}
             self.graph.initializers[name] = ir.Value(name=name, const_value=tensor, **typed)
         return self.graph.initializers[name]
 
-    def _insert(self, before: ir.Node, op: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Value:
+    def insert(self, before: ir.Node, op: str, inputs: list[ir.Value], name: str, **attributes: Any) -> ir.Value:
+        """A new node of one output, called as it is, before another."""
         node = ir.Node("", op, inputs, ir.convenience.convert_attributes(attributes), num_outputs=1, name=name)
         node.outputs[0].name = name
         self.graph.insert_before(before, node)
@@ -115,12 +120,12 @@ class GraphQuantizer:
         group = self.plan.groups.get(str(codes.name).removesuffix(".weight"))
         blocks = {"axis": 1, "block_size": group} if group else {"axis": 0}
         held = scale if use == "_float" else self._in_compute_type(scale, name, before)
-        return self._insert(before, "DequantizeLinear", [codes, held], name, **blocks)
+        return self.insert(before, "DequantizeLinear", [codes, held], name, **blocks)
 
     def _in_compute_type(self, scale: ir.Value, user: str, before: ir.Node) -> ir.Value:
         if self.compute == _FLOAT:
             return scale
-        return self._insert(before, "Cast", [scale], f"{user}_scale", to=int(self.compute))
+        return self.insert(before, "Cast", [scale], f"{user}_scale", to=int(self.compute))
 
     def _round_activation(self, product: ir.Node, module: str, how: Activations) -> None:
         x, output = product.inputs[0], product.outputs[0]
@@ -133,7 +138,7 @@ class GraphQuantizer:
         codes, scale, token_scale = self.codes[key]
         # one for each product: a value that two parts of an engine share crosses between them in float
         shown = [codes, scale, self._zero_code(how.format)]
-        product.replace_input_with(0, self._insert(product, "DequantizeLinear", shown, f"{output.name}_input"))
+        product.replace_input_with(0, self.insert(product, "DequantizeLinear", shown, f"{output.name}_input"))
         if token_scale is not None:
             self._multiply_back(product, output, token_scale)
 
@@ -161,37 +166,37 @@ class GraphQuantizer:
         """The codes of an input, in units of its scale per token; shared by all products that read `x`."""
         name = f"{x.name}_{fmt}"
         largest = CODE_RANGE[fmt][1]
-        one, zero = self._constant("quantize.one", np.array(1.0, np.float32)), self._zero_code(fmt)
-        floor = self._constant(f"quantize.floor.{fmt}", np.array(SMALLEST_SCALE * largest, np.float32))
-        qmax = self._constant(f"quantize.qmax.{fmt}", np.array(largest, np.float32))
-        axis = self._constant("quantize.axis", np.array([-1], np.int64))
+        one, zero = self.constant("quantize.one", np.array(1.0, np.float32)), self._zero_code(fmt)
+        floor = self.constant(f"quantize.floor.{fmt}", np.array(SMALLEST_SCALE * largest, np.float32))
+        qmax = self.constant(f"quantize.qmax.{fmt}", np.array(largest, np.float32))
+        axis = self.constant("quantize.axis", np.array([-1], np.int64))
         value = self._as_float(x, before)
-        size = self._insert(before, "Abs", [value], f"{name}_abs")
-        amax = self._insert(before, "ReduceMax", [size, axis], f"{name}_amax", keepdims=1)
-        amax = self._insert(before, "Max", [amax, floor], f"{name}_amax_floor")
-        scale = self._insert(before, "Div", [amax, qmax], f"{name}_token_scale")
-        ratio = self._insert(before, "Div", [value, scale], f"{name}_ratio")
-        return self._insert(before, "QuantizeLinear", [ratio, one, zero], f"{name}_codes"), one, scale
+        size = self.insert(before, "Abs", [value], f"{name}_abs")
+        amax = self.insert(before, "ReduceMax", [size, axis], f"{name}_amax", keepdims=1)
+        amax = self.insert(before, "Max", [amax, floor], f"{name}_amax_floor")
+        scale = self.insert(before, "Div", [amax, qmax], f"{name}_token_scale")
+        ratio = self.insert(before, "Div", [value, scale], f"{name}_ratio")
+        return self.insert(before, "QuantizeLinear", [ratio, one, zero], f"{name}_codes"), one, scale
 
     def _static_codes(self, module: str, x: ir.Value, before: ir.Node, fmt: str) -> tuple[ir.Value, ir.Value, None]:
         """The codes of an input with the scale that calibration stored for this product."""
-        name, scale, zero = f"{x.name}_{fmt}", self._initializer(f"{module}.{INPUT_SCALE}"), self._zero_code(fmt)
-        codes = self._insert(before, "QuantizeLinear", [self._as_float(x, before), scale, zero], f"{name}_codes")
+        name, scale, zero = f"{x.name}_{fmt}", self.initializer(f"{module}.{INPUT_SCALE}"), self._zero_code(fmt)
+        codes = self.insert(before, "QuantizeLinear", [self._as_float(x, before), scale, zero], f"{name}_codes")
         return codes, self._in_compute_type(scale, f"{name}_rounded", before), None
 
     def _as_float(self, x: ir.Value, before: ir.Node) -> ir.Value:
-        return x if self.compute == _FLOAT else self._insert(before, "Cast", [x], f"{x.name}_as_float", to=int(_FLOAT))
+        return x if self.compute == _FLOAT else self.insert(before, "Cast", [x], f"{x.name}_as_float", to=int(_FLOAT))
 
     def _zero_code(self, fmt: str) -> ir.Value:
         dtype = ir.DataType(FORMATS[fmt].onnx_code)
-        return self._constant(f"quantize.zero.{fmt}", np.zeros((), dtype.numpy()))
+        return self.constant(f"quantize.zero.{fmt}", np.zeros((), dtype.numpy()))
 
     def _quantize_cache(self, phase: Phase, cache_format: str) -> None:
         specs = [attention_spec(self.config, i, cache_format) for i in range(self.config.num_hidden_layers)]
         nodes = [node for node in self.graph if node.op_type == OP_TYPE and node.domain == DOMAIN]
         for i, (node, spec) in enumerate(zip(nodes, specs, strict=True)):
             norms = list(node.inputs[len(INPUTS) :])
-            scales = [self._initializer(f"model.layers.{i}.self_attn.{scale}") for scale in KV_SCALES]
+            scales = [self.initializer(f"model.layers.{i}.self_attn.{scale}") for scale in KV_SCALES]
             node.resize_inputs(len(input_names(spec)))
             for position, value in enumerate((*scales, *norms), len(INPUTS)):
                 node.replace_input_with(position, value)

@@ -20,7 +20,7 @@ def quantization_document(artifact: Artifact) -> dict[str, Any]:
     config = DecoderConfig.model_validate(artifact.json("decoder.json"))
     parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
     stored = sum(entry.length for entry in read_header(artifact.file("weights.safetensors")).values())
-    sections = ("weights", "activations", "smoothing", "kv_cache", "calibration")
+    sections = ("weights", "activations", "overrides", "rotation", "smoothing", "kv_cache", "calibration")
     return {
         "recipe": {name: artifact.manifest.recipe[name] for name in sections},
         "parameters": parameters,
@@ -55,11 +55,12 @@ def quantization_page(document: dict[str, Any]) -> Page:
     facts = (
         ("weights", _section(recipe["weights"])),
         ("activations", _section(recipe["activations"])),
+        ("rotation", ", ".join(name for name, on in recipe["rotation"].items() if on) or "none"),
         ("smoothing", _section(recipe["smoothing"])),
         ("KV cache", _section(recipe["kv_cache"])),
         ("bits per parameter", f"{document['bits_per_parameter']:.2f}, scales included"),
         ("left in float", left),
-        ("smoothing changed", f"{document['smoothing_identity_error']:.1e} of a layer's output before rounding"),
+        ("bases and smoothing changed", f"{document['identity_error']:.1e} of a layer's output before rounding"),
     )
     return Page("what quantization lost", facts=facts, parts=(bars, table) if worst else (table,))
 

@@ -32,6 +32,10 @@ def quantize_artifact(
     if not recipe.quantizes:
         raise DtoolError("the recipe quantizes nothing", expected="weights.format or kv_cache.format other than none")
     plan = plan_quantization(config, recipe)
+    if recipe.rotation.is_on:
+        from toolchain.quantize.rotation import check_rotation
+
+        check_rotation(config, recipe.rotation)
     for note in plan.notes:
         report(f"note: {note}")
     blocks = _calibration_blocks(exported, recipe) if recipe.needs_calibration else None
@@ -66,17 +70,19 @@ def _write_weights(
     exported: Artifact, recipe: Recipe, plan: QuantizePlan, blocks: Any, draft: Draft, report: Callable[[str], None]
 ) -> dict[str, TensorEntry]:
     """Stream the weights through the quantizer into the new file, at most one layer in memory at a time."""
+    from toolchain.quantize.excess import survey_excess
     from toolchain.quantize.stream import QuantizedStream
 
     source = read_header(exported.file(WEIGHTS))
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
-    stream = QuantizedStream(source, config, recipe, plan, blocks, report)
+    excess = survey_excess(source, config, recipe, plan, blocks, report)
+    stream = QuantizedStream(source, config, recipe, plan, blocks, report, excess)
     header, _ = build_header(stream.layout())
     path = draft.path / WEIGHTS
     chunks = (tensor_bytes(tensor) for tensor in stream.tensors())
     draft.known_sha256[WEIGHTS] = write_stream(path, header, chunks)
     document = {"matrices": stream.rows, "not_quantized": list(plan.skipped)}
-    draft.write_json(QUANTIZATION, document | {"smoothing_identity_error": stream.identity_error})
+    draft.write_json(QUANTIZATION, document | {"identity_error": stream.identity_error})
     report(f"{len(plan.weights)} of {len(source)} tensors quantized, {path.stat().st_size / 1e6:.1f} MB")
     for row in worst_rows(stream.rows):
         report(row)

@@ -14,8 +14,19 @@ import torch
 from toolchain.errors import DtoolError
 from toolchain.formats import format_named
 from toolchain.model.config import DecoderConfig
-from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX
+from toolchain.model.quantized import (
+    CHANNEL_WEIGHT,
+    CHANNELS,
+    FEED_FORWARD_ROTATION,
+    INPUT_SCALE,
+    KV_SCALES,
+    LIMIT,
+    ROTATION,
+    SCALE_SUFFIX,
+)
+from toolchain.quantize.excess import PRODUCT, Excess
 from toolchain.quantize.plan import QuantizePlan
+from toolchain.quantize.rotation import block_width, rotation_matrix
 from toolchain.quantize.rounding import round_matrix
 from toolchain.quantize.walk import Seen, WalkedLayer, static_scales, walk
 from toolchain.recipe import Recipe
@@ -38,6 +49,7 @@ class QuantizedStream:
     plan: QuantizePlan
     blocks: Any
     report: Callable[[str], None]
+    excess: Mapping[int, Excess] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     identity_error: float = 0.0
 
@@ -54,7 +66,8 @@ class QuantizedStream:
             stored = (fmt, entry.shape) if group is None else ("uint8", (rows, width // 2))
             layout[name] = stored
             layout[name + SCALE_SUFFIX] = ("float32", (rows,) if group is None else (rows, width // group))
-        return layout | {name: ("float32", shape) for name, shape in self._static_shapes().items()}
+        layout |= {name: ("float32", shape) for name, shape in self._static_shapes().items()}
+        return layout | self._shape_layout()
 
     def _static_shapes(self) -> dict[str, Shape]:
         shapes: dict[str, Shape] = {}
@@ -63,23 +76,45 @@ class QuantizedStream:
                 shapes |= {f"{LAYERS}{i}.self_attn.{n}": (self.config.num_key_value_heads,) for n in KV_SCALES}
         return shapes | {f"{name}.{INPUT_SCALE}": () for name in self.plan.static}
 
+    def _shape_layout(self) -> dict[str, tuple[str, Shape]]:
+        """Of the bases, and of the parts of an input's shape: see `model.quantized.InputShape`."""
+        config, rotation, held = self.config, self.recipe.rotation, next(iter(self.source.values())).dtype
+        layout: dict[str, tuple[str, Shape]] = {}
+        if rotation.stream:
+            layout[ROTATION] = (held, (config.hidden_size, config.hidden_size))
+        if rotation.feed_forward:
+            layout[FEED_FORWARD_ROTATION] = (held, (block_width(config.intermediate_size),) * 2)
+        for i, excess in self.excess.items():
+            name, count = f"{LAYERS}{i}.{PRODUCT}", len(excess.channels)
+            layout[f"{name}.{LIMIT}"] = (held, (config.intermediate_size,))
+            layout[f"{name}.{CHANNELS}"] = ("int64", (count,))
+            layout[f"{name}.{CHANNEL_WEIGHT}"] = (held, (count, config.hidden_size))
+        return layout
+
+    def _shape_tensors(self, shapes: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        for name, (held, shape) in self._shape_layout().items():
+            value = shapes[name] if name in shapes else rotation_matrix(shape[0])
+            yield value.to(format_named(held).torch_dtype)
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of `layout`, in its order."""
         layers = iter(()) if self.blocks is None else self._walk()
-        layer, scales = WalkedLayer(-1, {}), {}
+        layer, scales, shapes = WalkedLayer(-1, {}), {}, {}
         for name, entry in self.source.items():
             if self.blocks is not None and name.startswith(LAYERS) and int(name.split(".")[2]) != layer.index:
                 layer = next(layers)
                 self.identity_error = max(self.identity_error, layer.identity_error)
                 scales |= self._scales(layer)
+                shapes |= layer.shape
             value = layer.tensors.get(name)
             yield from self._stored(name, entry, read_tensor(entry) if value is None else value, layer.seen)
         for rest in layers:
             scales |= self._scales(rest)
         yield from (scales[name] for name in self._static_shapes())
+        yield from self._shape_tensors(shapes)
 
     def _walk(self) -> Iterator[WalkedLayer]:
-        return walk(self.source, self.config, self.recipe, self.blocks, self.plan, self.report)
+        return walk(self.source, self.config, self.recipe, self.blocks, self.plan, self.report, self.excess)
 
     def _scales(self, layer: WalkedLayer) -> dict[str, Any]:
         held_in = format_named(next(iter(self.source.values())).dtype).torch_dtype

@@ -3,10 +3,12 @@
 One layer's float weights and the activations between two layers are all that is in memory, so the size of
 a model does not matter. For each layer, in float:
 
-    1. its input, kept from the layer before, runs through it; the inputs of its products and its cache are seen
-    2. smoothing divides what is hard to round (`smoothing`), an identity
-    3. its matrices are rounded with what was seen (`rounding`)
-    4. the layer's float output is the next layer's input
+    1. rotation puts it into a basis without large channels (`rotation`), and the excess of a few is set apart
+    2. its input, kept from the layer before, runs through it; the inputs of its products and its cache are seen
+    3. smoothing divides what is still hard to round (`smoothing`)
+    4. one text runs through it again: what is left must be the function it was
+    5. its matrices are rounded with what was seen (`rounding`)
+    6. the layer's float output is the next layer's input
 
 Statistics of the unsmoothed layer are divided as the activations are, so one pass serves both.
 
@@ -21,19 +23,21 @@ import torch
 
 from toolchain.errors import DtoolError
 from toolchain.model.config import DecoderConfig
-from toolchain.model.decoder import Block, Decoder
-from toolchain.model.parameters import EMBEDDING, POSITIONS
+from toolchain.model.decoder import Block, LayerCache, Norm
 from toolchain.model.positions import position_tables, rope_table_names
-from toolchain.model.quantized import INPUT_SCALE, KV_SCALES
+from toolchain.model.quantized import CHANNEL_WEIGHT, CHANNELS, INPUT_SCALE, KV_SCALES, LIMIT, InputShape
 from toolchain.numerics import scale_from_amax
+from toolchain.quantize.excess import PRODUCT, Excess
+from toolchain.quantize.layer import embedded_text, fill, load_layer, run_layer
 from toolchain.quantize.plan import QuantizePlan
+from toolchain.quantize.rotation import rotate_feed_forward, rotate_stream, rotate_values, rotation_matrix
 from toolchain.quantize.smoothing import Site, fold, shared_by_heads, sites, smoothing_scale, weight_sizes
 from toolchain.recipe import Recipe
-from toolchain.tensor_file import TensorEntry, read_tensor
+from toolchain.tensor_file import TensorEntry
 
 Report = Callable[[str], None]
 IDENTITY = 1e-4
-"""Relative difference that float32 leaves between a layer before and after smoothing."""
+"""Relative difference that float32 leaves between a layer before and after rotation and smoothing."""
 
 
 @dataclass(slots=True)
@@ -64,10 +68,14 @@ class Seen:
 
 @dataclass(slots=True)
 class WalkedLayer:
-    """One layer, smoothed and still in float: its tensors by name, and what its products and its cache saw."""
+    """One layer, rotated, smoothed and still in float: its tensors by name, and what its products and cache saw.
+
+    `shape`: of the input of its last product, and the parts of it that this layer alone has, by name.
+    """
 
     index: int
     tensors: dict[str, torch.Tensor]
+    shape: dict[str, torch.Tensor] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
     cache_amax: dict[str, torch.Tensor] = field(default_factory=dict)
     identity_error: float = 0.0
@@ -80,31 +88,36 @@ def walk(
     blocks: Any,
     plan: QuantizePlan,
     report: Report,
+    excess: Mapping[int, Excess] | None = None,
 ) -> Iterator[WalkedLayer]:
     """Every layer in turn, then the head's input under the index `num_hidden_layers`.
 
-    `blocks`: token ids int64 [samples, seq_len]; of the plan's matrices those inputs are watched that decide something.
-    Raises DtoolError when a value is not finite.
+    `blocks`: token ids int64 [samples, seq_len]; of the plan's matrices those inputs are watched that decide
+    something; `excess` by layer. Raises DtoolError when a value is not finite, or a layer is no longer itself.
     """
     products = watched_products(entries, recipe, plan)
-    streams = _embedded(entries, config, blocks, recipe.calibration.batch)
+    streams = embedded_text(entries, config, blocks, recipe.calibration.batch)
+    stream_EE = rotation_matrix(config.hidden_size).float() if recipe.rotation.stream else None
+    if stream_EE is not None:
+        streams = [x_BTE @ stream_EE for x_BTE in streams]
     tables = position_tables(config)
     for i in range(config.num_hidden_layers):
+        block, layer = load_layer(entries, config, i), WalkedLayer(i, {})
+        rope = tuple(tables[name] for name in rope_table_names(config.layer(i).rope))
+        sample_BTE = streams[0][:1]
+        before_BTE = _plain_output(block, rope, sample_BTE, stream_EE)
         with torch.no_grad():
-            prefix = f"model.layers.{i}."
-            block = _load(Block(config, i).eval(), entries, prefix)
-            watched = {name.removeprefix(prefix) for name in products if name.startswith(prefix)}
-            layer = WalkedLayer(i, {})
-            cos, sin = rope_table_names(config.layer(i).rope)
-            rope, inputs = (tables[cos], tables[sin]), streams
-            layer.seen, streams = _run(block, watched, rope, inputs, recipe, plan, layer)
+            _rotate(block, layer, config, recipe, (excess or {}).get(i))
+            streams = _run(block, rope, streams, recipe, plan, layer, products)
             if recipe.smoothing.algorithm != "none":
                 _smooth(block, layer, config, recipe)
-                layer.identity_error = _identity_error(block, rope, inputs[0][:1], streams[0][:1], config)
-        layer.tensors = {prefix + name: p.detach() for name, p in block.named_parameters()}
+            layer.identity_error = _identity_error(run_layer(block, rope, sample_BTE)[0], before_BTE)
+        layer.tensors = {f"model.layers.{i}.{name}": p.detach() for name, p in block.named_parameters()}
         report(f"layer {i + 1} of {config.num_hidden_layers}")
         yield layer
     if "lm_head" in products:
+        if stream_EE is not None:
+            streams = [x_BTE @ stream_EE.mT for x_BTE in streams]
         yield _head_input(entries, config, streams)
 
 
@@ -116,43 +129,48 @@ def watched_products(entries: Mapping[str, TensorEntry], recipe: Recipe, plan: Q
     return tuple(sorted(name for name in watched if ".experts." not in name))
 
 
-def _load(module: Any, entries: Mapping[str, TensorEntry], prefix: str) -> Any:
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(False)
-        parameter.copy_(read_tensor(entries[prefix + name]).float())
-    return module
+def _plain_output(block: Block, rope: Any, x_BTE: torch.Tensor, stream_EE: torch.Tensor | None) -> torch.Tensor:
+    """What the layer as it came makes of a text, in the basis of the stream."""
+    if stream_EE is None:
+        return run_layer(block, rope, x_BTE)[0]
+    return run_layer(block, rope, x_BTE @ stream_EE.mT)[0] @ stream_EE
 
 
-@torch.no_grad()
-def _embedded(entries: Mapping[str, TensorEntry], config: DecoderConfig, blocks: Any, batch: int) -> list[torch.Tensor]:
-    """What enters the first layer, float32 [B, T, E] by batch."""
-    with torch.device("meta"):
-        frame = Decoder(config.model_copy(update={"num_hidden_layers": 1, "layers": config.layers[:1]})).eval()
-    for name in (EMBEDDING, POSITIONS):
-        if name in entries:
-            weight = torch.nn.Parameter(read_tensor(entries[name]).float(), requires_grad=False)
-            frame.get_submodule(name.removesuffix(".weight")).weight = weight
-    ids = torch.from_numpy(blocks)
-    return [frame.embedded(part, torch.zeros(len(part), dtype=torch.int64)) for part in ids.split(batch)]
+def _rotate(block: Block, layer: WalkedLayer, config: DecoderConfig, recipe: Recipe, excess: Excess | None) -> None:
+    """The layer in the bases the recipe asks for; the excess of its last input set apart."""
+    rotation = recipe.rotation
+    if rotation.stream:
+        rotate_stream(block, rotation_matrix(config.hidden_size))
+    if rotation.values:
+        rotate_values(block, config)
+    if excess is not None:
+        weight_OI = block.get_submodule(PRODUCT).weight
+        assert isinstance(weight_OI, torch.Tensor)
+        parts = (excess.bounds(weight_OI.shape[1]), excess.channels, weight_OI[:, excess.channels].mT.contiguous())
+        names = (f"model.layers.{layer.index}.{PRODUCT}.{part}" for part in (LIMIT, CHANNELS, CHANNEL_WEIGHT))
+        layer.shape = dict(zip(names, parts, strict=True))
+    if rotation.feed_forward or excess is not None:
+        turned_nn = rotate_feed_forward(block).float() if rotation.feed_forward else None
+        block.mlp.shape = InputShape(turned_nn, *layer.shape.values())  # type: ignore[union-attr]
 
 
 def _run(
     block: Block,
-    watched: set[str],
-    rope: tuple[torch.Tensor, torch.Tensor],
+    rope: LayerCache,
     streams: list[torch.Tensor],
     recipe: Recipe,
     plan: QuantizePlan,
     layer: WalkedLayer,
-) -> tuple[dict[str, Seen], list[torch.Tensor]]:
-    """The layer's output for every batch; what its products and its cache saw on the way."""
-    seen = {name: _nothing(block.get_submodule(name).weight.shape[1], plan.uses_hessian) for name in watched}  # type: ignore[union-attr, index]
-    handles = [block.get_submodule(name).register_forward_pre_hook(_watch(product)) for name, product in seen.items()]
-    outputs = []
-    shape = (block.self_attn.spec.num_kv_heads, streams[0].shape[1], block.self_attn.spec.head_dim)
+    products: tuple[str, ...],
+) -> list[torch.Tensor]:
+    """The layer's output for every batch; `layer` learns what its products and its cache saw on the way."""
+    prefix, handles, outputs = f"model.layers.{layer.index}.", [], []
+    for name in (name.removeprefix(prefix) for name in products if name.startswith(prefix)):
+        module = block.get_submodule(name)
+        layer.seen[name] = _nothing(module.weight.shape[1], plan.uses_hessian)  # type: ignore[union-attr, index]
+        handles.append(module.register_forward_pre_hook(_watch(layer.seen[name])))
     for x_BTE in streams:
-        cache = torch.zeros(2, len(x_BTE), *shape)
-        out_BTE, _ = block(x_BTE, rope, torch.zeros(len(x_BTE), dtype=torch.int64), (cache[0], cache[1]))
+        out_BTE, cache = run_layer(block, rope, x_BTE)
         outputs.append(out_BTE)
         if recipe.kv_cache.format != "none":
             for name, cache_BKCD in zip(KV_SCALES, cache, strict=True):
@@ -166,7 +184,7 @@ def _run(
             expected="finite activations",
             fix="check the weights, or the compute type: values may not fit it",
         )
-    return seen, outputs
+    return outputs
 
 
 def _watch(product: Seen) -> Callable[..., None]:
@@ -179,11 +197,15 @@ def _nothing(width: int, hessian: bool) -> Seen:
 
 
 def _smooth(block: Block, layer: WalkedLayer, config: DecoderConfig, recipe: Recipe) -> None:
-    """Fold a scale into every input that can take one, and divide what was seen alike."""
+    """Fold a scale into every input that can take one, and divide what was seen alike.
+
+    An input that is rotated or limited as the graph runs can take none.
+    """
     smoothing = recipe.smoothing
+    shaped = getattr(block.mlp, "shape", None) is not None
     for site in sites(config, layer.index):
         seen = layer.seen.get(site.readers[0])
-        if seen is None:
+        if seen is None or (shaped and site.readers[0] == PRODUCT):
             continue
         size_I = seen.amax if smoothing.algorithm == "smoothquant" else seen.total / max(seen.tokens, 1)
         scale_I = smoothing_scale(size_I, weight_sizes(block, site.readers), smoothing.alpha)
@@ -193,17 +215,15 @@ def _smooth(block: Block, layer: WalkedLayer, config: DecoderConfig, recipe: Rec
         _divide_seen(layer, site, scale_I, config)
 
 
-def _identity_error(block: Block, rope: Any, x_BTE: torch.Tensor, before_BTE: torch.Tensor, config: Any) -> float:
-    """||after - before|| / ||before|| of what the layer adds up to. Raises DtoolError when smoothing changed it."""
-    cache = torch.zeros(2, len(x_BTE), config.num_key_value_heads, x_BTE.shape[1], config.head_dim)
-    after_BTE, _ = block(x_BTE, rope, torch.zeros(len(x_BTE), dtype=torch.int64), (cache[0], cache[1]))
+def _identity_error(after_BTE: torch.Tensor, before_BTE: torch.Tensor) -> float:
+    """||after - before|| / ||before||. Raises DtoolError when rotation or smoothing changed what the layer does."""
     error = float((after_BTE - before_BTE).norm() / before_BTE.norm().clamp_min(1e-30))
     if not error <= IDENTITY:
         raise DtoolError(
-            "smoothing changed what a layer computes",
+            "rotation or smoothing changed what a layer computes",
             expected=f"a relative difference of at most {IDENTITY:g}",
             found=f"{error:.2g}",
-            fix="this is a fault of dtool with this model: please report it; smoothing.algorithm none avoids it",
+            fix="this is a fault of dtool with this model: please report it; without either it does not occur",
         )
     return error
 
@@ -220,11 +240,7 @@ def _divide_seen(layer: WalkedLayer, site: Site, scale_I: torch.Tensor, config: 
 @torch.no_grad()
 def _head_input(entries: Mapping[str, TensorEntry], config: DecoderConfig, streams: list[torch.Tensor]) -> WalkedLayer:
     """What the head reads: the last norm's output."""
-    norm = torch.nn.Identity()
-    if config.final_norm:
-        from toolchain.model.decoder import Norm
-
-        norm = _load(Norm(config), entries, "model.norm.")
+    norm = fill(Norm(config), entries, "model.norm.") if config.final_norm else torch.nn.Identity()
     seen = Seen(torch.zeros(config.hidden_size), torch.zeros(config.hidden_size))
     for x_BTE in streams:
         seen.add(norm(x_BTE))
