@@ -94,9 +94,7 @@ class Activations(_Section, frozen=True):
     @pydantic.model_validator(mode="after")
     def _excess_is_of_a_static_scale(self) -> Self:
         if self.excess_channels and not self.is_static:
-            raise ValueError(
-                "excess_channels is for static scales: a token's own scale needs none (granularity tensor)"
-            )
+            raise ValueError("excess_channels is for static scales (granularity tensor): a token's own needs none")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Rotation and the excess of massive activations: identities before rounding, and graphs that compute what torch does."""
+"""Rotation and the excess of massive activations: identities before rounding, and graphs like the torch model."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,8 @@ from toolchain.tensor_file import read_header
 
 ALL = {"stream": True, "values": True, "feed_forward": True}
 FAMILIES = [
-    "llama_biases", "llama_groups_of_three", "qwen2", "gemma", "cohere", "qwen3", "mistral", "smollm3", "glm", "granite", "phi3_long",
+    "llama_biases", "llama_groups_of_three", "qwen2", "gemma", "cohere", "qwen3", "mistral", "smollm3", "glm",
+    "granite", "phi3_long",
 ]  # fmt: skip
 STATIC = {"weights": {"format": "int8"}, "activations": {"format": "int8", "granularity": "tensor"}}
 TOKEN = {"weights": {"format": "int8"}, "activations": {"format": "int8"}, "kv_cache": {"format": "int8"}}

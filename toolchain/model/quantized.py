@@ -40,27 +40,27 @@ class InputShape:
 
         x' = min(max(x, -l), l) K,    y = x' W'^T + ((x - min(max(x, -l), l))_S) W_S^T,    W' = W K
 
-    `rotation_nn` is K, over blocks of n channels. `limit_I` bounds the few channels S whose rare excess, some
+    `rotation` [n, n] is K, over blocks of n channels. `limit` [I] bounds the few channels S whose rare excess, some
     hundred times what the others reach (massive activations, arXiv 2402.17762), would take all of a static scale;
-    `channels_k` are S and `weight_kO` their columns in the compute type. Each may be None.
+    `channels` [k] are S and `weight` [k, O] their columns in the compute type. Each may be None.
     """
 
-    rotation_nn: torch.Tensor | None = None
-    limit_I: torch.Tensor | None = None
-    channels_k: torch.Tensor | None = None
-    weight_kO: torch.Tensor | None = None
+    rotation: torch.Tensor | None = None
+    limit: torch.Tensor | None = None
+    channels: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
 
     def __call__(self, x_BTI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """X' [B, T, I], and what the excess adds to the product [B, T, O]."""
         added_BTO = None
-        if self.limit_I is not None:
-            assert self.channels_k is not None
-            assert self.weight_kO is not None
-            limited_BTI = torch.maximum(torch.minimum(x_BTI, self.limit_I), -self.limit_I)
-            added_BTO = (x_BTI - limited_BTI)[..., self.channels_k] @ self.weight_kO
+        if self.limit is not None:
+            assert self.channels is not None
+            assert self.weight is not None
+            limited_BTI = torch.maximum(torch.minimum(x_BTI, self.limit), -self.limit)
+            added_BTO = (x_BTI - limited_BTI)[..., self.channels] @ self.weight
             x_BTI = limited_BTI
-        if self.rotation_nn is not None:
-            x_BTI = (x_BTI.unflatten(-1, (-1, len(self.rotation_nn))) @ self.rotation_nn).flatten(-2)
+        if self.rotation is not None:
+            x_BTI = (x_BTI.unflatten(-1, (-1, len(self.rotation))) @ self.rotation).flatten(-2)
         return x_BTI, added_BTO
 
 

@@ -102,7 +102,7 @@ def refine(
     *,
     held_in: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One round of better scales for the codes of `shown_OI`, then better codes for those scales: both and neither worse.
+    """One round: better scales for the codes of `shown_OI`, then better codes for those scales.
 
     Scales: the least squares solution of a row, one small system of its groups. Codes: coordinate descent, every
     column once, each at its optimum given the others. What a half type cannot hold of a scale is lost.

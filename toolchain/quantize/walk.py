@@ -103,7 +103,8 @@ def walk(
     tables = position_tables(config)
     for i in range(config.num_hidden_layers):
         block, layer = load_layer(entries, config, i), WalkedLayer(i, {})
-        rope = tuple(tables[name] for name in rope_table_names(config.layer(i).rope))
+        cos, sin = rope_table_names(config.layer(i).rope)
+        rope = (tables[cos], tables[sin])
         sample_BTE = streams[0][:1]
         before_BTE = _plain_output(block, rope, sample_BTE, stream_EE)
         with torch.no_grad():
@@ -244,7 +245,7 @@ def _head_input(entries: Mapping[str, TensorEntry], config: DecoderConfig, strea
     seen = Seen(torch.zeros(config.hidden_size), torch.zeros(config.hidden_size))
     for x_BTE in streams:
         seen.add(norm(x_BTE))
-    return WalkedLayer(config.num_hidden_layers, {}, {"lm_head": seen})
+    return WalkedLayer(config.num_hidden_layers, {}, seen={"lm_head": seen})
 
 
 def static_scales(layer: WalkedLayer, recipe: Recipe, plan: QuantizePlan, held_in: torch.dtype) -> dict[str, Any]:
