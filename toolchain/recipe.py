@@ -157,13 +157,17 @@ class KVCache(_Section, frozen=True):
 
 
 class Calibration(_Section, frozen=True):
-    """Which text the statistics come from: `samples` blocks of `seq_len` tokens."""
+    """Which text the statistics come from: `samples` blocks of `seq_len` tokens.
+
+    `inputs`: what products see of it, in the float model, or in the model as quantized up to there.
+    """
 
     data: str = "calib_data/calibration.jsonl"
     samples: int = pydantic.Field(default=32, ge=1)
     seq_len: int = pydantic.Field(default=512, ge=2)
     batch: int = pydantic.Field(default=4, ge=1)
     seed: int = 0
+    inputs: Literal["float", "quantized"] = "float"
 
 
 class Range(_Section, frozen=True):

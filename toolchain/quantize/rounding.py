@@ -19,10 +19,11 @@ from toolchain.recipe import Weights
 
 @dataclass(frozen=True, slots=True)
 class RoundedMatrix:
-    """Codes and scales as they are stored, and the row of the report."""
+    """Codes and scales as they are stored, the float32 matrix [O, I] they stand for, and the row of the report."""
 
     codes: torch.Tensor
     scale: torch.Tensor
+    shown: torch.Tensor
     weight_sqnr_db: float
     output_sqnr_db: float | None
     clipped_share: float
@@ -61,6 +62,7 @@ def round_matrix(
     return RoundedMatrix(
         codes=codes,
         scale=scale_OG if group_size else scale_OG[:, 0],
+        shown=shown_OI,
         weight_sqnr_db=_decibels(weight_OI.square().sum(), (weight_OI - shown_OI).square().sum()),
         output_sqnr_db=None if hessian_II is None else _output_sqnr(weight_OI, shown_OI, hessian_II),
         clipped_share=float(clipped),

@@ -148,5 +148,7 @@ class QuantizedStream:
         row = {name: getattr(rounded, name) for name in ("weight_sqnr_db", "output_sqnr_db", "clipped_share")}
         how = {"format": self.plan.weights[module].format, "group_size": self.plan.groups.get(module)}
         self.rows.append({"matrix": module, **how, **row})
+        if self.recipe.calibration.inputs == "quantized":
+            value.copy_(rounded.shown)  # the walk goes on with it
         yield rounded.codes
         yield rounded.scale

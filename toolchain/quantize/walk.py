@@ -10,6 +10,9 @@ a model does not matter. For each layer, in float:
     5. its matrices are rounded with what was seen (`rounding`)
     6. the layer's float output is the next layer's input
 
+With `calibration.inputs` quantized, what a layer sees is what the rounded layers before it made (GPTQ, arXiv
+2210.17323, section 4), else what the float model makes.
+
 Statistics of the unsmoothed layer are divided as the activations are, so one pass serves both.
 
 Legend: B batch, T tokens, I inputs of a product, E hidden, K KV heads, C capacity, D head dim.
@@ -26,7 +29,7 @@ from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Block, LayerCache, Norm
 from toolchain.model.positions import position_tables, rope_table_names
 from toolchain.model.quantized import CHANNEL_WEIGHT, CHANNELS, INPUT_SCALE, KV_SCALES, LIMIT, InputShape
-from toolchain.numerics import scale_from_amax
+from toolchain.numerics import dequantize, quantize, scale_from_amax, token_scale
 from toolchain.quantize.excess import PRODUCT, Excess
 from toolchain.quantize.layer import embedded_text, fill, load_layer, run_layer
 from toolchain.quantize.plan import QuantizePlan
@@ -109,13 +112,17 @@ def walk(
         before_BTE = _plain_output(block, rope, sample_BTE, stream_EE)
         with torch.no_grad():
             _rotate(block, layer, config, recipe, (excess or {}).get(i))
-            streams = _run(block, rope, streams, recipe, plan, layer, products)
+            outputs = _run(block, rope, streams, recipe, plan, layer, products)
             if recipe.smoothing.algorithm != "none":
                 _smooth(block, layer, config, recipe)
             layer.identity_error = _identity_error(run_layer(block, rope, sample_BTE)[0], before_BTE)
         layer.tensors = {f"model.layers.{i}.{name}": p.detach() for name, p in block.named_parameters()}
         report(f"layer {i + 1} of {config.num_hidden_layers}")
         yield layer
+        if recipe.calibration.inputs == "quantized":  # the block's matrices have been rounded in place
+            _round_inputs(block, layer, plan)
+            outputs = [run_layer(block, rope, x_BTE)[0] for x_BTE in streams]
+        streams = outputs
     if "lm_head" in products:
         if stream_EE is not None:
             streams = [x_BTE @ stream_EE.mT for x_BTE in streams]
@@ -190,6 +197,22 @@ def _run(
 
 def _watch(product: Seen) -> Callable[..., None]:
     return lambda _, inputs: product.add(inputs[0])
+
+
+def _round_inputs(block: Block, layer: WalkedLayer, plan: QuantizePlan) -> None:
+    """Round the inputs of the layer's products from now on, as the finished model will."""
+    prefix = f"model.layers.{layer.index}."
+    for name, how in plan.rounded.items():
+        if not name.startswith(prefix):
+            continue
+        product = name.removeprefix(prefix)
+        fixed = scale_from_amax(layer.seen[product].amax.max(), how.format) if how.is_static else None
+
+        def rounded(_: Any, inputs: Any, fmt: str = how.format, fixed: torch.Tensor | None = fixed) -> torch.Tensor:
+            scale = token_scale(inputs[0], fmt) if fixed is None else fixed
+            return dequantize(quantize(inputs[0], scale, fmt), scale)
+
+        block.get_submodule(product).register_forward_pre_hook(rounded)
 
 
 def _nothing(width: int, hessian: bool) -> Seen:
