@@ -40,9 +40,12 @@ def quantize_artifact(
         report(f"note: {note}")
     blocks = _calibration_blocks(exported, recipe) if recipe.needs_calibration else None
     with create_artifact(out, STAGE, force=force) as draft:
-        entries = _write_weights(exported, recipe, plan, blocks, draft, report)
+        progress = None if blocks is None else _open_progress(out, quantize_key(exported, recipe), report)
+        entries = _write_weights(exported, recipe, plan, blocks, draft, progress, report)
         _write_graphs(exported, config, recipe, plan, entries, draft)
         _describe(exported, recipe, plan, draft)
+    if progress is not None:
+        progress.remove()
     return open_artifact(out, (STAGE,), check_hashes=False)
 
 
@@ -66,8 +69,23 @@ def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
     return token_blocks(read_texts(find_data(c.data)), tokenizer, blocks=c.samples, seq_len=c.seq_len, seed=c.seed)
 
 
+def _open_progress(out: Path, key: str, report: Callable[[str], None]) -> Any:
+    from toolchain.quantize.progress import Progress
+
+    progress = Progress(out, key)
+    if progress.first:
+        report(f"going on at layer {progress.first + 1}: those before were finished")
+    return progress
+
+
 def _write_weights(
-    exported: Artifact, recipe: Recipe, plan: QuantizePlan, blocks: Any, draft: Draft, report: Callable[[str], None]
+    exported: Artifact,
+    recipe: Recipe,
+    plan: QuantizePlan,
+    blocks: Any,
+    draft: Draft,
+    progress: Any,
+    report: Callable[[str], None],
 ) -> dict[str, TensorEntry]:
     """Stream the weights through the quantizer into the new file, at most one layer in memory at a time."""
     from toolchain.quantize.excess import survey_excess
@@ -76,7 +94,7 @@ def _write_weights(
     source = read_header(exported.file(WEIGHTS))
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
     excess = survey_excess(source, config, recipe, plan, blocks, report)
-    stream = QuantizedStream(source, config, recipe, plan, blocks, report, excess)
+    stream = QuantizedStream(source, config, recipe, plan, blocks, report, excess, progress)
     header, _ = build_header(stream.layout())
     path = draft.path / WEIGHTS
     chunks = (tensor_bytes(tensor) for tensor in stream.tensors())

@@ -5,6 +5,7 @@ products saw; else each tensor comes from the file as it is. Nothing is held but
 static scales, and the rows of the report.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from toolchain.model.quantized import (
 )
 from toolchain.quantize.excess import PRODUCT, Excess
 from toolchain.quantize.plan import QuantizePlan
+from toolchain.quantize.progress import Progress
 from toolchain.quantize.rotation import block_width, rotation_matrix
 from toolchain.quantize.rounding import round_matrix
 from toolchain.quantize.walk import Seen, WalkedLayer, static_scales, walk
@@ -50,6 +52,7 @@ class QuantizedStream:
     blocks: Any
     report: Callable[[str], None]
     excess: Mapping[int, Excess] = field(default_factory=dict)
+    progress: Progress | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     identity_error: float = 0.0
 
@@ -99,22 +102,52 @@ class QuantizedStream:
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of `layout`, in its order."""
         layers = iter(()) if self.blocks is None else self._walk()
-        layer, scales, shapes = WalkedLayer(-1, {}), {}, {}
-        for name, entry in self.source.items():
-            if self.blocks is not None and name.startswith(LAYERS) and int(name.split(".")[2]) != layer.index:
-                layer = next(layers)
-                self.identity_error = max(self.identity_error, layer.identity_error)
-                scales |= self._scales(layer)
-                shapes |= layer.shape
-            value = layer.tensors.get(name)
-            yield from self._stored(name, entry, read_tensor(entry) if value is None else value, layer.seen)
+        found: dict[str, torch.Tensor] = {}
+        for layer, names in itertools.groupby(self.source, self._walked_layer):
+            if layer is None:
+                for name in names:
+                    yield from self._stored(name, self.source[name], read_tensor(self.source[name]), {})
+                continue
+            kept = None if self.progress is None else self.progress.layer(layer)
+            if kept is None:
+                kept = self._finish(next(layers), list(names))
+            self.rows += kept["rows"]
+            self.identity_error = max(self.identity_error, kept["identity_error"])
+            found |= kept["found"]
+            yield from kept["tensors"]
         for rest in layers:
-            scales |= self._scales(rest)
-        yield from (scales[name] for name in self._static_shapes())
-        yield from self._shape_tensors(shapes)
+            found |= self._scales(rest)
+        yield from (found[name] for name in self._static_shapes())
+        yield from self._shape_tensors(found)
+
+    def _walked_layer(self, name: str) -> int | None:
+        """The layer whose tensors come from the walk; None where a tensor is taken from the file."""
+        return int(name.split(".")[2]) if self.blocks is not None and name.startswith(LAYERS) else None
+
+    def _finish(self, layer: WalkedLayer, names: list[str]) -> dict[str, Any]:
+        """A layer as it will be stored, its rows of the report, and its scales and limits by name."""
+        before, tensors = len(self.rows), []
+        for name in names:
+            tensors += self._stored(name, self.source[name], layer.tensors[name], layer.seen)
+        rows = self.rows[before:]
+        del self.rows[before:]
+        found = self._scales(layer) | layer.shape
+        kept = {"tensors": tensors, "rows": rows, "identity_error": layer.identity_error, "found": found}
+        if self.progress is not None:
+            self.progress.keep_layer(layer.index, kept)
+        return kept
 
     def _walk(self) -> Iterator[WalkedLayer]:
-        return walk(self.source, self.config, self.recipe, self.blocks, self.plan, self.report, self.excess)
+        return walk(
+            self.source,
+            self.config,
+            self.recipe,
+            self.blocks,
+            self.plan,
+            self.report,
+            excess=self.excess,
+            progress=self.progress,
+        )
 
     def _scales(self, layer: WalkedLayer) -> dict[str, Any]:
         held_in = format_named(next(iter(self.source.values())).dtype).torch_dtype

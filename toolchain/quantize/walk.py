@@ -18,6 +18,7 @@ Statistics of the unsmoothed layer are divided as the activations are, so one pa
 Legend: B batch, T tokens, I inputs of a product, E hidden, K KV heads, C capacity, D head dim.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ from toolchain.numerics import dequantize, quantize, scale_from_amax, token_scal
 from toolchain.quantize.excess import PRODUCT, Excess
 from toolchain.quantize.layer import embedded_text, fill, load_layer, run_layer
 from toolchain.quantize.plan import QuantizePlan
+from toolchain.quantize.progress import Progress
 from toolchain.quantize.rotation import rotate_feed_forward, rotate_stream, rotate_values, rotation_matrix
 from toolchain.quantize.smoothing import Site, fold, shared_by_heads, sites, smoothing_scale, weight_sizes
 from toolchain.recipe import Recipe
@@ -91,20 +93,26 @@ def walk(
     blocks: Any,
     plan: QuantizePlan,
     report: Report,
+    *,
     excess: Mapping[int, Excess] | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[WalkedLayer]:
     """Every layer in turn, then the head's input under the index `num_hidden_layers`.
 
     `blocks`: token ids int64 [samples, seq_len]; of the plan's matrices those inputs are watched that decide
-    something; `excess` by layer. Raises DtoolError when a value is not finite, or a layer is no longer itself.
+    something; `excess` by layer; what `progress` holds is
+    not walked again. Raises DtoolError when a value is not finite, or a layer is no longer itself.
     """
     products = watched_products(entries, recipe, plan)
-    streams = embedded_text(entries, config, blocks, recipe.calibration.batch)
+    first, streams = (0, None) if progress is None else (progress.first, progress.streams)
     stream_EE = rotation_matrix(config.hidden_size).float() if recipe.rotation.stream else None
-    if stream_EE is not None:
-        streams = [x_BTE @ stream_EE for x_BTE in streams]
+    if streams is None:
+        streams = embedded_text(entries, config, blocks, recipe.calibration.batch)
+        if stream_EE is not None:
+            streams = [x_BTE @ stream_EE for x_BTE in streams]
+    begin = time.monotonic()
     tables = position_tables(config)
-    for i in range(config.num_hidden_layers):
+    for i in range(first, config.num_hidden_layers):
         block, layer = load_layer(entries, config, i), WalkedLayer(i, {})
         cos, sin = rope_table_names(config.layer(i).rope)
         rope = (tables[cos], tables[sin])
@@ -117,16 +125,23 @@ def walk(
                 _smooth(block, layer, config, recipe)
             layer.identity_error = _identity_error(run_layer(block, rope, sample_BTE)[0], before_BTE)
         layer.tensors = {f"model.layers.{i}.{name}": p.detach() for name, p in block.named_parameters()}
-        report(f"layer {i + 1} of {config.num_hidden_layers}")
         yield layer
         if recipe.calibration.inputs == "quantized":  # the block's matrices have been rounded in place
             _round_inputs(block, layer, plan)
             outputs = [run_layer(block, rope, x_BTE)[0] for x_BTE in streams]
         streams = outputs
+        if progress is not None:
+            progress.keep_streams(i + 1, streams)
+        left = (time.monotonic() - begin) / (i + 1 - first) * (config.num_hidden_layers - i - 1)
+        report(f"layer {i + 1} of {config.num_hidden_layers}, {_span(left)} left")
     if "lm_head" in products:
         if stream_EE is not None:
             streams = [x_BTE @ stream_EE.mT for x_BTE in streams]
         yield _head_input(entries, config, streams)
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def watched_products(entries: Mapping[str, TensorEntry], recipe: Recipe, plan: QuantizePlan) -> tuple[str, ...]:
