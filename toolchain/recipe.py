@@ -97,10 +97,21 @@ class Smoothing(_Section, frozen=True):
 
 
 class KVCache(_Section, frozen=True):
-    """How the cache is stored; the scale is static, per layer, for K and V apart."""
+    """How the cache is stored, per layer, for K and V apart.
+
+    `head`, `tensor`: one static scale per KV head, or for all of them, from calibration. `token`: a dynamic
+    scale of every token and KV head, kept in the cache. `skip` names the attention of layers whose cache stays
+    in the compute type, exactly or as glob patterns over `model.layers.{i}.self_attn`.
+    """
 
     format: Literal["none", "int8", "fp8_e4m3"] = "none"
-    granularity: Literal["head", "tensor"] = "head"
+    granularity: Literal["head", "tensor", "token"] = "head"
+    skip: Strings = ()
+
+    @property
+    def is_static(self) -> bool:
+        """Whether its scales are measured on text."""
+        return self.format != "none" and self.granularity != "token"
 
 
 class Calibration(_Section, frozen=True):
@@ -238,7 +249,7 @@ class Recipe(_Section, frozen=True):
     def needs_calibration(self) -> bool:
         """Whether anything in the recipe is measured on text: static scales, second moments, sizes of channels."""
         measured = self.weights.uses_hessian or self.smoothing.algorithm != "none"
-        return self.kv_cache.format != "none" or self.has_static_activations or measured
+        return self.kv_cache.is_static or self.has_static_activations or measured
 
     @property
     def has_static_activations(self) -> bool:

@@ -85,7 +85,7 @@ def reference(case: Case, inputs: dict) -> tuple[torch.Tensor, torch.Tensor, tor
     """Output and both caches by the op's own torch definition."""
     key, value = inputs["key_cache"].clone(), inputs["value_cache"].clone()
     arguments = [inputs[name] for name in ("qkv", "cos", "sin", "past_lengths")]
-    out = attend_in_place(*arguments, key, value, case.spec, scales_K=inputs["scales"], norms_D=inputs["norms"])
+    out = attend_in_place(*arguments, key, value, case.spec, scales=inputs["scales"], norms_D=inputs["norms"])
     return out, key, value
 
 

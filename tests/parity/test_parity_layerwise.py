@@ -33,8 +33,7 @@ def quantized(exported, text_file, tmp_path_factory):
 
 
 def errors(candidate, source):
-    decoder, cache_format = load_artifact_decoder(open_artifact(source))
-    return layer_errors(open_artifact(candidate), decoder, cache_format, IDS)
+    return layer_errors(open_artifact(candidate), load_artifact_decoder(open_artifact(source)), IDS)
 
 
 def test_graph_and_engine_of_integer_products_are_exact_layer_by_layer(quantized, tmp_path):

@@ -19,7 +19,7 @@ from toolchain.errors import DtoolError, did_you_mean, name_list
 from toolchain.graph_io import GRAPH_FILES
 from toolchain.recipe import Engine
 
-ATTENTION_ABI = 2
+ATTENTION_ABI = 3
 """The abi of `ops.attention`, repeated so that a refusal need not wait for torch; a test compares them."""
 
 STANDARD_DOMAINS = ("", "ai.onnx")

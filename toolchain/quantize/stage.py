@@ -8,7 +8,9 @@ from typing import Any
 from toolchain.artifact import Artifact, Draft, check_output, create_artifact, hash_file, open_artifact, stage_key
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES
+from toolchain.model.caches import CacheFormat, describe_caches
 from toolchain.model.config import DecoderConfig
+from toolchain.quantize.cache import plan_caches
 from toolchain.quantize.plan import QuantizePlan, plan_quantization
 from toolchain.recipe import Recipe, find_data
 from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor_bytes, write_stream
@@ -16,6 +18,7 @@ from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor
 STAGE = "quantize"
 PACKAGES = ("torch", "onnx", "onnx-ir")
 WEIGHTS, QUANTIZATION = "weights.safetensors", "quantization.json"
+Caches = tuple[CacheFormat, ...]
 
 
 def quantize_artifact(
@@ -32,13 +35,14 @@ def quantize_artifact(
     if not recipe.quantizes:
         raise DtoolError("the recipe quantizes nothing", expected="weights.format or kv_cache.format other than none")
     plan = plan_quantization(config, recipe)
+    caches = plan_caches(config, recipe, str(exported.manifest.details["compute_dtype"]))
     for note in plan.notes:
         report(f"note: {note}")
     blocks = _calibration_blocks(exported, recipe) if recipe.needs_calibration else None
     with create_artifact(out, STAGE, force=force) as draft:
-        entries = _write_weights(exported, recipe, plan, blocks, draft, report)
-        _write_graphs(exported, config, recipe, plan, entries, draft)
-        _describe(exported, recipe, plan, draft)
+        entries = _write_weights(exported, recipe, plan, caches, blocks, draft, report)
+        _write_graphs(exported, config, recipe, plan, caches, entries, draft)
+        _describe(exported, recipe, plan, caches, draft)
     return open_artifact(out, (STAGE,), check_hashes=False)
 
 
@@ -63,14 +67,20 @@ def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
 
 
 def _write_weights(
-    exported: Artifact, recipe: Recipe, plan: QuantizePlan, blocks: Any, draft: Draft, report: Callable[[str], None]
+    exported: Artifact,
+    recipe: Recipe,
+    plan: QuantizePlan,
+    caches: Caches,
+    blocks: Any,
+    draft: Draft,
+    report: Callable[[str], None],
 ) -> dict[str, TensorEntry]:
     """Stream the weights through the quantizer into the new file, at most one layer in memory at a time."""
     from toolchain.quantize.stream import QuantizedStream
 
     source = read_header(exported.file(WEIGHTS))
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
-    stream = QuantizedStream(source, config, recipe, plan, blocks, report)
+    stream = QuantizedStream(source, config, recipe, plan, caches, blocks, report)
     header, _ = build_header(stream.layout())
     path = draft.path / WEIGHTS
     chunks = (tensor_bytes(tensor) for tensor in stream.tensors())
@@ -96,6 +106,7 @@ def _write_graphs(
     config: DecoderConfig,
     recipe: Recipe,
     plan: QuantizePlan,
+    caches: Caches,
     entries: Mapping[str, TensorEntry],
     draft: Draft,
 ) -> None:
@@ -106,6 +117,7 @@ def _write_graphs(
             exported.file(GRAPH_FILES[phase]),
             config,
             plan,
+            caches,
             entries,
             phase,
             recipe,
@@ -118,17 +130,14 @@ def _write_graphs(
             shutil.copyfile(exported.file(name), draft.path / name)
 
 
-def _describe(exported: Artifact, recipe: Recipe, plan: QuantizePlan, draft: Draft) -> None:
-    kv_format = recipe.kv_cache.format
+def _describe(exported: Artifact, recipe: Recipe, plan: QuantizePlan, caches: Caches, draft: Draft) -> None:
     draft.lineage = _lineage(exported, recipe)
     draft.recipe = exported.manifest.recipe | recipe.sections(STAGE)
     draft.packages = PACKAGES
     draft.key = stage_key(STAGE, draft.lineage, recipe.sections(STAGE), PACKAGES)
-    draft.kv_contract = dict(exported.manifest.kv_contract)
-    if kv_format != "none":
-        draft.kv_contract |= {"dtype": kv_format, "scales": "per layer and KV head, in weights.safetensors"}
+    draft.kv_contract = exported.manifest.kv_contract | describe_caches(caches)
     draft.details = exported.manifest.details | {
-        "kv_format": kv_format,
+        "kv_format": recipe.kv_cache.format,
         "weight_format": recipe.weights.format,
         "quantized": list(plan.weights),
         "rounded_inputs": list(plan.rounded),

@@ -13,6 +13,7 @@ import torch
 
 from toolchain.errors import DtoolError
 from toolchain.formats import format_named
+from toolchain.model.caches import CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX
 from toolchain.quantize.plan import QuantizePlan
@@ -36,6 +37,7 @@ class QuantizedStream:
     config: DecoderConfig
     recipe: Recipe
     plan: QuantizePlan
+    caches: tuple[CacheFormat, ...]
     blocks: Any
     report: Callable[[str], None]
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -58,8 +60,8 @@ class QuantizedStream:
 
     def _static_shapes(self) -> dict[str, Shape]:
         shapes: dict[str, Shape] = {}
-        if self.recipe.kv_cache.format != "none":
-            for i in range(self.config.num_hidden_layers):
+        for i, cache in enumerate(self.caches):
+            if cache.quantized and not cache.token_scales:
                 shapes |= {f"{LAYERS}{i}.self_attn.{n}": (self.config.num_key_value_heads,) for n in KV_SCALES}
         if self.recipe.has_static_activations:
             shapes |= {f"{name}.{INPUT_SCALE}": () for name in self.plan.rounded}

@@ -144,7 +144,7 @@ def _run(
         cache = torch.zeros(2, len(x_BTE), *shape)
         out_BTE, _ = block(x_BTE, rope, torch.zeros(len(x_BTE), dtype=torch.int64), (cache[0], cache[1]))
         outputs.append(out_BTE)
-        if recipe.kv_cache.format != "none":
+        if recipe.kv_cache.is_static:
             for name, cache_BKCD in zip(KV_SCALES, cache, strict=True):
                 size_KD = cache_BKCD.abs().amax((0, 2))
                 layer.cache_amax[name] = torch.maximum(layer.cache_amax.get(name, torch.zeros_like(size_KD)), size_KD)
