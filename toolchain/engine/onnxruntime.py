@@ -293,8 +293,15 @@ class _Rewriter:
     # ---- attention ----
 
     def attention(self) -> None:
-        """Every attention node becomes GroupQueryAttention over the same cache."""
+        """Every attention node becomes GroupQueryAttention over the same cache.
+
+        One with a scale per token stays, with its body: GroupQueryAttention knows scales per channel only.
+        """
         nodes = [node for node in self.graph if node.op_type == OP_TYPE]
+        nodes = [node for node in nodes if not node.attributes["token_scales"].value]
+        self.shared.attention = {MICROSOFT_ATTENTION: len(nodes)} if nodes else {}
+        if not nodes:
+            return
         self.position = nodes[0]
         past = self.values["past_lengths"]
         one = self.constant("one_int64", np.array(1, np.int64))

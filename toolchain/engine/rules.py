@@ -6,7 +6,7 @@ graphs, never at weights, and import no torch.
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,13 +160,17 @@ def _check_library(library: Path, description: dict[str, Any], facts: Facts) -> 
             raise DtoolError(
                 f"{library} has no kernels for this model on {', '.join(lacking)}",
                 expected=f"head_dim {values.get('head_dim')}, {values.get('num_heads')} heads over "
-                f"{values.get('num_kv_heads')}, cache {values.get('cache_format')}, {facts.compute_dtype}",
+                f"{values.get('num_kv_heads')}, cache {_cache(values)}, {facts.compute_dtype}",
                 found="; ".join(
-                    f"head_dim {specs[i]['head_dim']}, cache {specs[i]['cache_format']}, {dtype}, sm{sm}"
+                    f"head_dim {specs[i]['head_dim']}, cache {_cache(specs[i])}, {dtype}, sm{sm}"
                     for i, dtype, sm in sorted(held)
                 ),
                 fix=rebuild,
             )
+
+
+def _cache(values: Mapping[str, Any]) -> str:
+    return f"{values.get('cache_format')}{' with a scale per token' if values.get('token_scales') else ''}"
 
 
 def _same(stored: Any, described: Any) -> bool:

@@ -97,7 +97,7 @@ def launches(
         head_dim: Dims of a head, not padded.
         group: Query heads of a KV head.
         cache_bytes: Bytes of a cache element.
-        extras: What prefill has to do besides: window, softcap, qk_norm.
+        extras: What prefill has to do besides: window, softcap, qk_norm, token_scales.
     """
     if sm not in _FAMILY:
         known = ", ".join(map(str, sorted(_FAMILY)))
