@@ -68,7 +68,7 @@ def session_of(spec):
     shapes = {"qkv": ["B", "T", spec.packed_width], "past_lengths": ["B"], "past_key": cache, "past_value": cache}
     shapes |= {name: [POSITIONS, spec.rotary_dim // 2] for name in ("cos", "sin")}
     scale = cache[:3] if spec.token_scales else cache[1:2]
-    shapes |= {name: scale for name in ("key_scale", "value_scale")}
+    shapes |= dict.fromkeys(("key_scale", "value_scale"), scale)
     shapes |= {name: [spec.head_dim] for name in ("q_norm", "k_norm")}
     shapes |= {"out": ["B", "T", None]} | dict.fromkeys(OUTPUTS[1:], cache) | dict.fromkeys(SCALE_OUTPUTS, scale)
     inputs, outputs = (

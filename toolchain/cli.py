@@ -334,7 +334,9 @@ def run(
 @click.option("--context", type=click.IntRange(min=1), help="Tokens of a sequence; by default 4096 or what there is.")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Sequences at once.")
 @click.option("--weights", metavar="FORMAT", help="float16 (default), bfloat16, int8, fp8_e4m3, int4_g128, int4_g32.")
-@click.option("--cache", metavar="FORMAT", help="The KV cache: float16 (default), bfloat16, int8, fp8_e4m3.")
+@click.option(
+    "--cache", metavar="FORMAT", help="The KV cache: float16 (default), bfloat16, int8, fp8_e4m3, int8_token."
+)
 @_json
 @_html
 def inspect(path: str, as_json: bool, html: Path | None, **asked: Any) -> None:

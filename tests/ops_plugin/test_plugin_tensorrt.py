@@ -3,7 +3,18 @@
 import pytest
 from onnx import TensorProto
 
-from tests.ops_plugin.conftest import FP8, FP8_TOKEN, FULL, INT8, PLAIN, SPECS, TOKEN, attributes, child_environment, run_child
+from tests.ops_plugin.conftest import (
+    FP8,
+    FP8_TOKEN,
+    FULL,
+    INT8,
+    PLAIN,
+    SPECS,
+    TOKEN,
+    attributes,
+    child_environment,
+    run_child,
+)
 
 BFLOAT16 = TensorProto.BFLOAT16
 FIELDS = [

@@ -72,7 +72,7 @@ def _check_compute_dtype(facts: Facts) -> None:
 
 def _check_cache(facts: Facts) -> None:
     """TensorScatter updates float caches only, and a quantized one would be expanded: it needs the plugin."""
-    dtype = facts.source.manifest.kv_contract["dtype"]
+    dtype = facts.source.manifest.kv_contract["dtype"]  # the quantized one where layers differ
     if dtype in ("float16", "bfloat16", "float32"):
         return
     if facts.engine.attention == "native":

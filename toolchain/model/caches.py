@@ -57,9 +57,21 @@ def cache_format_named(name: str) -> CacheFormat:
     return CacheFormat(dtype, token_scales=dtype != name)
 
 
+def name_caches(caches: Sequence[CacheFormat]) -> str:
+    """The caches of all layers in a few words: int8_token, or int8 with 2 of 30 layers in float16."""
+    main = main_cache(caches)
+    others = [cache for cache in caches if cache != main]
+    return f"{main.name} with {len(others)} of {len(caches)} layers in {others[0].name}" if others else main.name
+
+
+def main_cache(caches: Sequence[CacheFormat]) -> CacheFormat:
+    """The quantized one, where some layers keep values."""
+    return next((cache for cache in caches if cache.quantized), caches[0])
+
+
 def describe_caches(caches: Sequence[CacheFormat]) -> dict[str, Any]:
     """What a manifest's `kv_contract` says of the caches: the quantized format, and the layers that keep values."""
-    main = next((cache for cache in caches if cache.quantized), caches[0])
+    main = main_cache(caches)
     said: dict[str, Any] = {"dtype": main.dtype}
     if main.quantized:
         where = "in the cache: float32 [batch, kv_heads, capacity]" if main.token_scales else "in weights.safetensors"

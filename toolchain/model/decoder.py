@@ -346,7 +346,8 @@ class Decoder(nn.Module):
     def cache_formats(self) -> tuple[CacheFormat, ...]:
         """How each layer keeps its keys and values."""
         plain = format_of(self.model.embed_tokens.weight)
-        specs = (block.self_attn.spec for block in self.model.layers)
+        blocks: list[Any] = list(self.model.layers)
+        specs: list[AttentionSpec] = [block.self_attn.spec for block in blocks]
         return tuple(CacheFormat(s.cache_format if s.quantized else plain, s.token_scales) for s in specs)
 
     def new_caches(self, batch: int, capacity: int) -> list[LayerCache]:

@@ -70,7 +70,7 @@ _STATIC_SCALE = """
   fa_{x}_scale = Reshape (fa_{name}_scale, fa_{x}_scale_shape)
 """
 
-_TOKEN_SCALE = """
+_OWN_SCALE = """
   fa_{x}_dims = Constant <value_ints=[-1]> ()
   fa_{x}_floor = Constant <value_float={floor}> ()
   fa_{x}_qmax = Constant <value_float={qmax}> ()
@@ -171,7 +171,7 @@ def _stored(spec: AttentionSpec, name: str, x: str) -> str:
         return store.format(x=x, name=name)
     if spec.token_scales:
         qmax = CODE_RANGE[spec.cache_format][1]
-        made = _TOKEN_SCALE.format(x=x, name=name, floor=_float(SMALLEST_SCALE * qmax), qmax=_float(qmax))
+        made = _OWN_SCALE.format(x=x, name=name, floor=_float(SMALLEST_SCALE * qmax), qmax=_float(qmax))
         by, scale, factor = f"axis=3, block_size={spec.head_dim}", f"fa_{x}_read", f"fa_{x}_read"
     else:
         made = _STATIC_SCALE.format(x=x, name=name, kv_heads=spec.num_kv_heads)

@@ -8,10 +8,11 @@ A token's own scale is max|x| / qmax, as numerics.token_scale has it.
 
 Read: a code is exact in fp16 and bf16 (|int8| <= 128; e4m3 has 4 significant bits), so tiles enter the
 tensor cores as codes and no scale is multiplied in: that of K goes into the scores, that of V into the
-result. Scales of tokens go into the scores and into the weights of their slots (`device.scaled_weights`). The plain cast costs one slow conversion and two byte moves an element, more than all the
-rest of a decode loop, and a transposing read of shared memory (ldmatrix.trans) moves 16 bits at least. So
-two neighbouring codes are read as one int16, even and odd dims are multiplied apart, and `pair_half` makes
-the values of two slots at once in a few packed instructions:
+result; those of tokens go into the scores and the weights of their slots (`device.scaled_weights`). The plain
+cast costs one slow conversion and two byte moves an element, more than all the rest of a decode loop, and
+a transposing read of shared memory (ldmatrix.trans) moves 16 bits at least. So two neighbouring codes are
+read as one int16, even and odd dims are multiplied apart, and `pair_half` makes the values of two slots at
+once in a few packed instructions:
 
     fp16   the byte u = code + 128 under 0x64 is the number 1024 + u; less 1152 it is the code
     bf16   0x4300 with the low 7 bits is 128 + low; less 0x4300 with the sign bit (128 or 256) it is the code
@@ -32,6 +33,7 @@ INT8_MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: a float32 near it has a unit in the last place of 1."""
 E4M3_MAGIC = tl.constexpr(24576.0)
 """1.5 * 2^14: a float32 near it has a unit in the last place of 2^-9, the step of e4m3's subnormals."""
+INT8_LARGEST = tl.constexpr(127.0)
 E4M3_LARGEST = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(2.0**-100)
 """numerics.SMALLEST_SCALE."""
@@ -98,7 +100,7 @@ def larger(a, b):
 def write_scale(x_TE, slots, slot_T, valid_T, factor, CACHE: tl.constexpr, TOKEN_SCALES: tl.constexpr):
     """What new tokens are encoded with: scales [T, 1] of their own, stored at `slots` of the KV head, or `factor`."""
     if TOKEN_SCALES:
-        LARGEST: tl.constexpr = 127.0 if CACHE == "int8" else E4M3_LARGEST
+        LARGEST: tl.constexpr = INT8_LARGEST if CACHE == "int8" else E4M3_LARGEST
         amax_T = tl.reduce(tl.abs(x_TE.to(tl.float32)), 1, larger)
         amax_T = larger(amax_T, SMALLEST_SCALE * LARGEST)
         scale_T = tl.div_rn(amax_T, LARGEST)

@@ -220,7 +220,8 @@ def attend_ranges(
     """The softmax over slots start..end-1: acc [M, E] in codes, top and total [M], and acc's unit; all float32.
 
     With TOKEN_SCALES `key_scales` and `value_scales` are those of the KV head's slots, acc is in units of `unit`,
-    and `unit` is never less than the smallest scale there is. Slots whole_start..whole_end-1 need no mask and are whole tiles. With MASK "end" all from `start` are masked.
+    and `unit` is never less than the smallest scale there is. Slots whole_start..whole_end-1 need no mask and are
+    whole tiles. With MASK "end" all from `start` are masked.
     """
     top_M, total_M = tl.full((BLOCK_M,), -1.0e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     unit = tl.full((), SMALLEST_SCALE, tl.float32)

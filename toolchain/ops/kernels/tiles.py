@@ -74,6 +74,8 @@ _PREFILL = {
     (100, 256): (64, 64, 8, 2),
 }
 """BLOCK_M, BLOCK_N, warps, stages by family and padded head dim. At 256 the accumulator leaves room for 64 rows."""
+_TOKEN_SCALES_BLOCK_N = {(80, 128): 32, (86, 128): 32, (90, 64): 64, (90, 256): 32}
+"""Most columns where every slot brings its scales: they multiply scores and weights, which takes registers."""
 _APART = frozenset({(90, 256)})
 """Families and padded head dims whose prefill rotates in two halves: see `rotated_rows`."""
 _FAMILY = {80: 80, 86: 86, 89: 86, 90: 90, 100: 100, 120: 86}
@@ -126,6 +128,8 @@ def _prefill(family: int, padded: int, extras: frozenset[str]) -> Launch:
         block_n = 32
     if (family, padded) == (100, 256) and "qk_norm" in extras:
         block_n, apart = 32, True
+    if "token_scales" in extras:
+        block_n = min(block_n, _TOKEN_SCALES_BLOCK_N.get((family, max(64, padded)), block_n))
     rows = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     return Launch(rows | ({"APART": 1} if apart else {}), warps, stages)
 
