@@ -99,7 +99,7 @@ def launches(
         head_dim: Dims of a head, not padded.
         group: Query heads of a KV head.
         cache_bytes: Bytes of a cache element.
-        extras: What prefill has to do besides: window, softcap, qk_norm, token_scales.
+        extras: What there is to do besides: window, softcap, qk_norm, token_scales.
     """
     if sm not in _FAMILY:
         known = ", ".join(map(str, sorted(_FAMILY)))
@@ -113,7 +113,7 @@ def launches(
     return {
         "cache_write": Launch({"BLOCK_T": max(1, 2048 // padded)}, 4, 1),
         "prefill": _prefill(family, padded, extras),
-        "decode_split": _decode(family, padded, group, cache_bytes),
+        "decode_split": _decode(family, padded, group, cache_bytes, extras),
         "decode_merge": Launch({"BLOCK_S": MERGE_SPLITS}, 4, 1),
     }
 
@@ -134,8 +134,9 @@ def _prefill(family: int, padded: int, extras: frozenset[str]) -> Launch:
     return Launch(rows | ({"APART": 1} if apart else {}), warps, stages)
 
 
-def _decode(family: int, padded: int, group: int, cache_bytes: int) -> Launch:
-    slots = min(128, max(16, _DECODE_TILE_BYTES[family] // (padded * cache_bytes)))
+def _decode(family: int, padded: int, group: int, cache_bytes: int, extras: frozenset[str]) -> Launch:
+    most = 64 if padded == 32 and "token_scales" in extras else 128
+    slots = min(most, max(16, _DECODE_TILE_BYTES[family] // (padded * cache_bytes)))
     tile = {"BLOCK_G": max(FEWEST_ROWS, 1 << (group - 1).bit_length()), "BLOCK_N": slots}
     full = slots * padded * cache_bytes >= 16 * 1024
     registers = REGISTERS // (RESIDENT * _DECODE_WARPS * 32) // 8 * 8  # given out by eights
