@@ -5,9 +5,10 @@ import time
 
 import pytest
 
-from tests.conftest import BASE
+from tests.conftest import BASE, make_recipe
 from toolchain.errors import DtoolError
 from toolchain.inspection import Question, _weight_format, inspect_path
+from toolchain.quantize.stage import quantize_artifact
 from toolchain.report import Roofline, render_html, render_text
 from toolchain.tensor_file import TensorEntry
 
@@ -115,6 +116,21 @@ def test_an_artifact_is_accounted_for_in_its_own_formats(exported):
     text = render_text(page)
     assert "past_key_values.0.key" in text
     assert "roofline" in text
+
+
+def test_an_artifact_with_several_kinds_of_cache_is_accounted_for_layer_by_layer(exported, tmp_path):
+    recipe = make_recipe(kv_cache={"format": "int8", "granularity": "token", "skip": ["model.layers.1.*"]})
+    quantize_artifact(exported, recipe, tmp_path / "q", report=lambda _: None)
+    document, page = inspect_path(tmp_path / "q")
+    costs, name = document["accounting"], "int8_token with 1 of 2 layers in float32"
+    assert costs["setting"]["cache"] == name
+    assert costs["kv_cache_bytes_per_token"][name] == 2 * 2 * (16 + 4) + 2 * 2 * 16 * 4
+    assert costs["kv_cache_bytes"] == costs["kv_cache_bytes_per_token"][name] * costs["setting"]["context_tokens"]
+    shown = render_text(page)
+    assert "past_key_values.0.key_scale" in shown
+    assert "past_key_values.1.value" in shown
+    asked, _ = inspect_path(tmp_path / "q", Question(cache="int8_token"))
+    assert asked["accounting"]["kv_cache_bytes_per_token"]["int8_token"] == 2 * 2 * 2 * (16 + 4)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 Legend of symbolic dimensions: batch, T (new tokens), capacity (slots of the linear cache). The
 cache is written in place: `present.*` has the shape of `past_key_values.*` and shares its memory
-where the backend can. Rows are right-padded; a row's positions start at its `past_lengths`.
+where the backend can. Rows are right-padded; a row's positions start at its `past_lengths`. Layers may
+keep their caches in different formats (`model.caches`).
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolchain.formats import FORMATS
+from toolchain.model.caches import SCALE_PARTS, CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.tensor_file import TensorEntry
 
@@ -16,6 +19,8 @@ Phase = Literal["prefill", "decode", "evaluation"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "evaluation")
 GRAPH_FILES: dict[Phase, str] = {phase: f"{phase}.onnx" for phase in PHASES}
 CACHE_LAYOUT = "batch, kv_heads, capacity, head_dim"
+
+PAST, PRESENT = "past_key_values.", "present."
 
 Dim = int | str
 
@@ -28,6 +33,10 @@ class TensorSpec:
     dtype: str
     shape: tuple[Dim, ...]
 
+    def sized(self, **sizes: int) -> tuple[int, ...]:
+        """The shape with its symbolic dimensions filled in. Raises KeyError for one not given."""
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
+
 
 @dataclass(frozen=True, slots=True)
 class GraphIO:
@@ -36,6 +45,21 @@ class GraphIO:
     phase: Phase
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    @property
+    def call_inputs(self) -> tuple[TensorSpec, ...]:
+        """The inputs that a caller fills for every step."""
+        return tuple(spec for spec in self.inputs if not spec.name.startswith(PAST))
+
+    @property
+    def cache_inputs(self) -> tuple[TensorSpec, ...]:
+        """The tensors of all caches, layer by layer; `cache_outputs` are the same after the step."""
+        return tuple(spec for spec in self.inputs if spec.name.startswith(PAST))
+
+    @property
+    def cache_outputs(self) -> tuple[TensorSpec, ...]:
+        """What `cache_inputs` become, in the same order."""
+        return tuple(spec for spec in self.outputs if spec.name.startswith(PRESENT))
 
     def table(self) -> str:
         """The contract as aligned text, one line per tensor."""
@@ -47,13 +71,13 @@ class GraphIO:
 
 
 def past_name(layer: int, part: str) -> str:
-    """Input name of a layer's cache; `part` is key or value."""
-    return f"past_key_values.{layer}.{part}"
+    """Input name of a layer's cache; `part` is one of `CacheFormat.parts`: key, value, key_scale, value_scale."""
+    return f"{PAST}{layer}.{part}"
 
 
 def present_name(layer: int, part: str) -> str:
-    """Output name of a layer's cache; `part` is key or value."""
-    return f"present.{layer}.{part}"
+    """Output name of a layer's cache; `part` as in `past_name`."""
+    return f"{PRESENT}{layer}.{part}"
 
 
 EMBEDDED, PROJECTED, OUTPUT = "embedded", "o_proj", "output"
@@ -65,28 +89,30 @@ def layer_value(layer: int, part: str) -> str:
     return f"layers.{layer}.{part}"
 
 
-def graph_io(config: DecoderConfig, phase: Phase, cache_dtype: str) -> GraphIO:
-    """The contract of one phase.
+def graph_io(config: DecoderConfig, phase: Phase, caches: Sequence[CacheFormat]) -> GraphIO:
+    """The contract of one phase, with the cache format of every layer.
 
     prefill: logits of each row's last valid token. decode: T = 1. evaluation: prefill with the
     logits of every position.
     """
     tokens: Dim = 1 if phase == "decode" else "T"
-    cache: tuple[Dim, ...] = ("batch", config.num_key_value_heads, "capacity", config.head_dim)
-    parts = [(i, part) for i in range(config.num_hidden_layers) for part in ("key", "value")]
+    slots: tuple[Dim, ...] = ("batch", config.num_key_value_heads, "capacity")
+
+    def tensors(name: Callable[[int, str], str]) -> Iterator[TensorSpec]:
+        for i, cache in zip(range(config.num_hidden_layers), caches, strict=True):
+            for part in cache.parts:
+                shape = slots if part in SCALE_PARTS else (*slots, config.head_dim)
+                yield TensorSpec(name(i, part), cache.part_format(part), shape)
+
     lengths = () if phase == "decode" else (TensorSpec("new_lengths", "int64", ("batch",)),)
     inputs = (
         TensorSpec("input_ids", "int64", ("batch", tokens)),
         TensorSpec("past_lengths", "int64", ("batch",)),
         *lengths,
-        *(TensorSpec(past_name(i, part), cache_dtype, cache) for i, part in parts),
+        *tensors(past_name),
     )
     logits: tuple[Dim, ...] = ("batch", "T" if phase == "evaluation" else 1, config.vocab_size)
-    outputs = (
-        TensorSpec("logits", "float32", logits),
-        *(TensorSpec(present_name(i, part), cache_dtype, cache) for i, part in parts),
-    )
-    return GraphIO(phase, inputs, outputs)
+    return GraphIO(phase, inputs, (TensorSpec("logits", "float32", logits), *tensors(present_name)))
 
 
 def external_initializer(name: str, entry: TensorEntry) -> Any:

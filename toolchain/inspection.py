@@ -5,7 +5,7 @@ No torch: a config and the headers of the weights are read, so that the answer t
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from toolchain.artifact import MANIFEST, Artifact, open_artifact
 from toolchain.errors import DtoolError
 from toolchain.graph_io import graph_io
 from toolchain.model.accounting import WEIGHT_FORMATS, make_setting
+from toolchain.model.caches import CacheFormat, caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.model.roofline import account, gpus_named
 from toolchain.report import Bars, Load, Page, Part, Roof, Roofline, Table, si_text
@@ -35,9 +36,12 @@ class Question:
     weights: str | None = None
     cache: str | None = None
 
-    def answer(self, config: DecoderConfig, weights: str | None = None, cache: str | None = None) -> dict[str, Any]:
+    def answer(
+        self, config: DecoderConfig, weights: str | None = None, caches: Sequence[CacheFormat] = ()
+    ) -> dict[str, Any]:
         """The account of a model, whose own formats stand in for those not asked for."""
-        setting = make_setting(config, self.context, self.batch, self.weights or weights, self.cache or cache)
+        weights = self.weights or weights
+        setting = make_setting(config, self.context, self.batch, weights, self.cache, layer_caches=caches)
         return account(config, setting, gpus_named(self.gpus))
 
 
@@ -134,9 +138,9 @@ def _inspect_artifact(artifact: Artifact, question: Question) -> tuple[dict[str,
         *((k, str(v)) for k, v in manifest.target.items()),
     )
     parts: tuple[Part, ...] = (_size_table(sizes),)
-    cache_dtype = manifest.kv_contract["dtype"]
+    caches = caches_of(manifest.kv_contract, config.num_hidden_layers)
     if question.weights or stored_format:  # engines hold their weights inside: their format must be asked for
-        costs = document["accounting"] = question.answer(config, stored_format, cache_dtype)
+        costs = document["accounting"] = question.answer(config, stored_format, caches)
         facts, parts = (*facts, *cost_facts(costs)), (*parts, *cost_parts(costs))
     else:
         facts = (*facts, ("account", "none: the weights lie inside the engine; ask with --weights FORMAT"))
@@ -144,7 +148,7 @@ def _inspect_artifact(artifact: Artifact, question: Question) -> tuple[dict[str,
     files = Table(
         "files", ("file", "bytes", "sha256"), tuple((n, e.bytes, e.sha256[:16]) for n, e in manifest.files.items())
     )
-    contracts = tuple(_contract_table(config, phase, cache_dtype) for phase in ("prefill", "decode"))
+    contracts = tuple(_contract_table(config, phase, caches) for phase in ("prefill", "decode"))
     return document, Page(str(artifact.path), facts=facts, parts=(*parts, *contracts, lineage, files))
 
 
@@ -300,14 +304,15 @@ def _config_table(config: DecoderConfig) -> Table:
     return Table("decoder", ("field", "value"), rows, note="fields at their defaults are left out")
 
 
-def _contract_table(config: DecoderConfig, phase: Any, cache_dtype: str) -> Table:
-    """The contract of one phase, the caches of the first layer standing for all."""
-    contract = graph_io(config, phase, cache_dtype)
+def _contract_table(config: DecoderConfig, phase: Any, caches: Sequence[CacheFormat]) -> Table:
+    """The contract of one phase, the first layer with each kind of cache standing for all of them."""
+    contract = graph_io(config, phase, caches)
+    layers = {str(caches.index(cache)) for cache in caches}
     shown = [*(("in", s) for s in contract.inputs), *(("out", s) for s in contract.outputs)]
     rows = tuple(
         (way, s.name, s.dtype, "[" + ", ".join(map(str, s.shape)) + "]")
         for way, s in shown
-        if not s.name.startswith(("past_key_values.", "present.")) or s.name.split(".")[1] == "0"
+        if not s.name.startswith(("past_key_values.", "present.")) or s.name.split(".")[1] in layers
     )
     note = f"and so on for {config.num_hidden_layers} layers"
     return Table(f"{phase}.onnx", ("", "name", "dtype", "shape"), rows, note=note)

@@ -51,24 +51,25 @@ CASES = {
     "int4-gptq": {"weights": {"format": "int4"} | GPTQ},
     "int4-awq-gptq": {"weights": {"format": "int4"} | GPTQ} | smooth(0.5, "awq"),
     "kv-head": {"kv_cache": {"format": "int8"}},
+    "kv-token": {"kv_cache": {"format": "int8", "granularity": "token"}},
     "kv-fp8": {"kv_cache": {"format": "fp8_e4m3"}},
     "all-int8": {"weights": INT8 | GPTQ, "activations": PER_TOKEN, "kv_cache": {"format": "int8"}} | smooth(0.5),
 }
 
 
 @torch.inference_mode()
-def log_probabilities(decoder, cache_format, ids_T):
+def log_probabilities(decoder, ids_T):
     """float32 [T - 1, V]: of each next token."""
-    caches = decoder.new_caches(1, len(ids_T), cache_format)
+    caches = decoder.new_caches(1, len(ids_T))
     logits = decoder(ids_T[None], torch.zeros(1, dtype=torch.int64), caches)
     return torch.log_softmax(logits[0, :-1], -1)
 
 
-def measure(decoder, cache_format, blocks, references):
+def measure(decoder, blocks, references):
     """Rise of the NLL with its standard error, and KL, over blocks."""
     rises, distances = [], []
     for ids_T, reference in zip(blocks, references, strict=True):
-        found = log_probabilities(decoder, cache_format, ids_T)
+        found = log_probabilities(decoder, ids_T)
         tokens = ids_T[1:, None]
         rises.append(float((reference.gather(1, tokens) - found.gather(1, tokens)).mean()))
         distances.append(float((reference.exp() * (reference - found)).sum(-1).mean()))
@@ -85,7 +86,7 @@ def take_off_the_grid(export, out):
 
     shutil.copytree(export, out)
     config = DecoderConfig.model_validate(json.loads((out / "decoder.json").read_text()))
-    decoder, _ = load_artifact_decoder(open_artifact(export))
+    decoder = load_artifact_decoder(open_artifact(export))
     random = torch.Generator().manual_seed(0)
     for i, block in enumerate(decoder.model.layers):
         for site in sites(config, i):
@@ -129,7 +130,7 @@ def main() -> None:
     texts = read_texts(RECIPES_DIR.parent / "calib_data" / "evaluation.jsonl")
     ids = token_blocks(texts, load_tokenizer(export), blocks=options.blocks, seq_len=512, seed=0)
     blocks = torch.from_numpy(ids)
-    decoder, _ = load_artifact_decoder(artifact)
+    decoder = load_artifact_decoder(artifact)
     references = [log_probabilities(decoder, "none", ids_T) for ids_T in blocks]
     del decoder
     calibration = dict(item.split("=") for item in options.set)
@@ -141,8 +142,8 @@ def main() -> None:
         begin = time.perf_counter()
         quantize_artifact(export, recipe, out, report=lambda _: None)
         seconds = time.perf_counter() - begin
-        decoder, cache_format = load_artifact_decoder(open_artifact(out, check_hashes=False))
-        found = measure(decoder, cache_format, blocks, references)
+        decoder = load_artifact_decoder(open_artifact(out, check_hashes=False))
+        found = measure(decoder, blocks, references)
         shutil.rmtree(out)
         print(
             json.dumps({"case": name, "seconds": round(seconds, 1)} | found | {"peak": own_memory().peak_bytes}),

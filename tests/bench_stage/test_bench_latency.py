@@ -4,7 +4,7 @@ from bench_runner_stubs import CopyingRunner, FakeClock, QueueingRunner, StubRun
 
 from toolchain.bench.latency import SETTLE_S, compare_runners
 from toolchain.errors import DtoolError
-from toolchain.recipe import Bench
+from toolchain.recipe_sections import Bench
 from toolchain.runners.runner import Limits
 
 

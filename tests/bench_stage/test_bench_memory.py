@@ -7,8 +7,9 @@ from bench_runner_stubs import make_artifact, tiny_config, tiny_document
 from toolchain.bench import memory
 from toolchain.bench.export_cost import stored_shapes
 from toolchain.errors import DtoolError
+from toolchain.model.caches import CacheFormat, describe_caches
 from toolchain.model.parameters import parameter_shapes
-from toolchain.recipe import Bench
+from toolchain.recipe_sections import Bench
 from toolchain.tensor_file import write_tensors
 
 TINY_BENCH = Bench(prompt_lens=(4, 8), new_tokens=2)
@@ -84,6 +85,20 @@ def test_of_experts_those_that_the_rows_are_expected_to_choose_are_read():
     )
     assert step.total(1, 10) == pytest.approx(100 + 800 / 4)
     assert step.total(2, 10) == pytest.approx(100 + 800 * (1 - (3 / 4) ** 2))
+
+
+def test_scales_of_tokens_and_layers_left_in_float_are_counted(tmp_path):
+    """Two layers of one KV head of 4 dims: int8 with two float32 scales a token, and float32."""
+    config = tiny_config()
+    artifact = make_artifact(tmp_path / "a", config)
+    caches = (CacheFormat("int8", token_scales=True), CacheFormat("float32"))
+    artifact.manifest.kv_contract.update(describe_caches(caches))
+    step = memory.artifact_step_bytes(artifact, config)
+    assert step.layer_kv_bytes == (2 * (4 + 4), 2 * 4 * 4)
+    assert step.kv_bytes_per_token == 48
+    assert step.total(3, 10) == step.weight_bytes + 3 * (step.row_bytes + 10 * 48)
+    windowed = step.model_copy(update={"windows": (0, 5)})
+    assert windowed.total(1, 10) == step.weight_bytes + step.row_bytes + 10 * 16 + 5 * 32
 
 
 def test_a_layer_with_a_window_reads_the_window():

@@ -24,7 +24,7 @@ NORMED = replace(TINY, name="normed", spec=replace(NODE, qk_norm_eps=1e-6))
 
 def definition(*arguments, scales=None, norms=None, **_):
     """The op's own definition in the place of the kernels."""
-    return attend_in_place(*arguments, scales_K=scales, norms_D=norms)
+    return attend_in_place(*arguments, scales=scales, norms_D=norms)
 
 
 def child(code, *, timeout=60, **environment):

@@ -15,7 +15,14 @@ from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import fake_quant_runner, open_runner
 
 HEAD_LEFT = {"weights": {"format": "int8"}, "activations": {"format": "int8"}}
-FORMATS = {"float": {}, "head_left": HEAD_LEFT} | INTEGER_FORMATS
+TOKEN_CACHE = {"format": "int8", "granularity": "token"}
+TOKEN_FORMATS = {
+    "token_cache": {"kv_cache": TOKEN_CACHE},
+    "all_token_cache": INTEGER_FORMATS["all"] | {"kv_cache": TOKEN_CACHE},
+    "mixed_cache": {"kv_cache": {"format": "int8", "skip": ["model.layers.0.self_attn"]}},
+    "mixed_token_cache": {"kv_cache": TOKEN_CACHE | {"skip": ["*.1.self_attn"]}},
+}
+FORMATS = {"float": {}, "head_left": HEAD_LEFT} | INTEGER_FORMATS | TOKEN_FORMATS
 TWO_DIGITS = ("weight_only", "with_head", "float_head_input")
 pytestmark = pytest.mark.usefixtures("random_calibration")
 
@@ -48,7 +55,15 @@ def test_engine_computes_the_artifacts_arithmetic(name, checkpoint, unsigned, re
         assert float(difference.max()) <= 0.3  # a value on the edge between two codes
 
 
-@pytest.mark.parametrize("name", ["all", "cache"])
+def test_a_cache_with_a_scale_per_token_keeps_the_body(exported, tmp_path):
+    _, engine = make_engine(exported, tmp_path, "mixed_token_cache")
+    kinds = engine.json("report.json")["attention"]
+    assert kinds == {"dtool.FusedAttention": 1, "com.microsoft.GroupQueryAttention": 1}
+    functions = onnx.load(engine.path / "decode.onnx", load_external_data=False).functions
+    assert [(function.name, function.overload) for function in functions] == [("FusedAttention", "int8_token")]
+
+
+@pytest.mark.parametrize("name", ["all", "cache", "token_cache"])
 def test_decode_equals_prefill_bit_for_bit_with_an_integer_cache(exported, tmp_path, name):
     _, engine = make_engine(exported, tmp_path, name)
     runner = OnnxRunner(engine)

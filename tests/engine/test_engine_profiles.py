@@ -4,8 +4,9 @@ import pytest
 from toolchain.engine.profiles import build_profile, check_profile, dynamic_inputs, write_static_graph
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GraphIO, TensorSpec, graph_io
+from toolchain.model.caches import CacheFormat
 from toolchain.model.config import DecoderConfig
-from toolchain.recipe import Range
+from toolchain.recipe_sections import Range
 
 PROMPT, ONE = Range(min=1, opt=32, max=64), Range(min=1, opt=1, max=1)
 
@@ -13,7 +14,7 @@ PROMPT, ONE = Range(min=1, opt=32, max=64), Range(min=1, opt=1, max=1)
 @pytest.fixture
 def contract(fp16):
     config = DecoderConfig.model_validate(fp16.json("decoder.json"))
-    return lambda phase: graph_io(config, phase, "float16")
+    return lambda phase: graph_io(config, phase, (CacheFormat("float16"),) * config.num_hidden_layers)
 
 
 def test_every_dynamic_input_has_min_opt_and_max(contract, make_recipe):

@@ -14,6 +14,7 @@ from toolchain.artifact import MANIFEST, hash_file, open_artifact
 from toolchain.errors import DtoolError
 from toolchain.export.stage import contract_tables, export_checkpoint, export_key
 from toolchain.graph_io import GRAPH_FILES, PHASES, graph_io
+from toolchain.model.caches import CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.model.parameters import parameter_shapes
 from toolchain.numerics import logit_tolerance
@@ -74,13 +75,13 @@ def assert_equal_to_eager(model, artifact, ids, plan):
 
 def test_contract_table_is_as_promised(exported):
     config = config_of(exported).model_copy(update={"num_hidden_layers": 1})
-    assert contract_tables(config, "float32") == CONTRACT
+    assert contract_tables(config, [CacheFormat("float32")]) == CONTRACT
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_graph_has_exactly_the_contracts_inputs_and_outputs(exported, phase):
     graph = onnx.load(exported / GRAPH_FILES[phase], load_external_data=False).graph
-    contract = graph_io(config_of(exported), phase, "float32")
+    contract = graph_io(config_of(exported), phase, (CacheFormat("float32"),) * 2)
     for values, specs in ((graph.input, contract.inputs), (graph.output, contract.outputs)):
         found = [
             (

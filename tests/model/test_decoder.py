@@ -199,16 +199,17 @@ def test_one_norm_of_a_parallel_layer_is_read_by_both_parts(tmp_path):
     assert read["self_attn"] is read["mlp"]
 
 
-@pytest.mark.parametrize("cache_format", ["none", "int8", "fp8_e4m3"])
-def test_stale_slots_never_show(tiny, cache_format):
-    decoder = load_decoder(tiny[0])
-    for block in decoder.model.layers if cache_format != "none" else ():
-        block.self_attn.quantize_cache((torch.full((2,), 0.05),) * 2, cache_format)
+@pytest.mark.parametrize("cache", ["none", "int8", "fp8_e4m3", "int8_token", "fp8_e4m3_token", "mixed"])
+def test_stale_slots_never_show(tiny, cache):
+    decoder, kinds = load_decoder(tiny[0]), [cache] * 2 if cache != "mixed" else ["none", "int8_token"]
+    for block, kind in zip(decoder.model.layers, kinds, strict=True):
+        if kind != "none":
+            static = None if kind.endswith("token") else (torch.full((2,), 0.05),) * 2
+            block.self_attn.quantize_cache(kind.removesuffix("_token"), static)
     ids = torch.from_numpy(random_ids(6, 2, 12))
-    clean, dirty = (decoder.new_caches(2, 20, cache_format) for _ in range(2))
-    for key, value in dirty:
-        key.fill_(127 if cache_format == "int8" else float("nan"))
-        value.fill_(127 if cache_format == "int8" else float("nan"))
+    clean, dirty = (decoder.new_caches(2, 20) for _ in range(2))
+    for part in (part for caches in dirty for part in caches):
+        part.fill_(127 if part.dtype == torch.int8 else float("nan"))
     for start, end in ((0, 5), (5, 11), (11, 12)):
         assert torch.equal(run(decoder, ids[:, start:end], start, clean), run(decoder, ids[:, start:end], start, dirty))
 

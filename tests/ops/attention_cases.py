@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from toolchain.numerics import CODE_RANGE, quantize
+from toolchain.numerics import CODE_RANGE, quantize, token_scale
 from toolchain.ops.attention import AttentionSpec, attend_in_place
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -33,9 +33,9 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        options = {"rotary_dim": self.dim} | self.options
-        scale = self.dim**-0.5
-        return AttentionSpec(self.heads, self.kv_heads, self.dim, scale, cache_format=self.cache, **options)
+        cache = self.cache.removesuffix("_token")
+        options = {"rotary_dim": self.dim, "cache_format": cache, "token_scales": cache != self.cache} | self.options
+        return AttentionSpec(self.heads, self.kv_heads, self.dim, self.dim**-0.5, **options)
 
 
 def make_inputs(case: Case) -> dict:
@@ -51,13 +51,16 @@ def make_inputs(case: Case) -> dict:
     angles = torch.arange(capacity)[:, None] * 10000.0 ** (-torch.arange(half) / half)
     caches = [normal(batch, spec.num_kv_heads, capacity, spec.head_dim) for _ in range(2)]
     scales = None
-    if spec.quantized:
+    if spec.token_scales:
+        scales = tuple(token_scale(x, spec.cache_format).squeeze(-1) for x in caches)
+        caches = [quantize(x, s[..., None], spec.cache_format) for x, s in zip(caches, scales, strict=True)]
+    elif spec.quantized:
         # the largest of the standard normal values lie beyond the range, so that they are clamped
         step = 3.5 / CODE_RANGE[case.cache][1]
         scales = tuple(step * (1 + 0.3 * torch.rand(spec.num_kv_heads, generator=generator)) for _ in range(2))
         caches = [quantize(x, s[:, None, None], case.cache) for x, s in zip(caches, scales, strict=True)]
     for row, past in enumerate(case.past):
-        for cache in caches:
+        for cache in (*caches, *(scales if spec.token_scales else ())):
             _poison(cache, row, past)
     norms = tuple(normal(spec.head_dim) + 1.5 for _ in range(2)) if spec.qk_norm else None
     return {
@@ -81,12 +84,13 @@ def _poison(cache: torch.Tensor, row: int, past: int) -> None:
         cache[row, :, past:] = float("nan")
 
 
-def reference(case: Case, inputs: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output and both caches by the op's own torch definition."""
+def reference(case: Case, inputs: dict) -> tuple[torch.Tensor, ...]:
+    """Output, both caches, and the scales where the cache is quantized, by the op's own torch definition."""
     key, value = inputs["key_cache"].clone(), inputs["value_cache"].clone()
+    scales = tuple(scale.clone() for scale in inputs["scales"] or ())
     arguments = [inputs[name] for name in ("qkv", "cos", "sin", "past_lengths")]
-    out = attend_in_place(*arguments, key, value, case.spec, scales_K=inputs["scales"], norms_D=inputs["norms"])
-    return out, key, value
+    out = attend_in_place(*arguments, key, value, case.spec, scales=scales or None, norms_D=inputs["norms"])
+    return out, key, value, *scales
 
 
 def exact(case: Case, inputs: dict) -> np.ndarray:

@@ -10,7 +10,7 @@ from toolchain.ops.kernels.bindings import FP8_SM
 from toolchain.ops.kernels.compile import CompiledKernel, compile_kernels
 from toolchain.ops.kernels.tiles import SHARED_LIMIT
 
-FORMATS = ("none", "int8", "fp8_e4m3")
+FORMATS = ("none", "int8", "fp8_e4m3", "int8_token", "fp8_e4m3_token")
 CAP, WINDOW, NORM = {"softcap": 30.0}, {"window": 4096}, {"qk_norm_eps": 1e-6}
 VARIANTS: dict[str, dict] = {
     "plain": {},
@@ -24,7 +24,8 @@ VARIANTS: dict[str, dict] = {
 
 def spec_of(dim: int, cache: str, **options: object) -> AttentionSpec:
     """32 query heads over 8 KV heads."""
-    return AttentionSpec(32, 8, dim, dim**-0.5, rotary_dim=dim, cache_format=cache, **options)
+    kind = {"cache_format": cache.removesuffix("_token"), "token_scales": cache.endswith("_token")}
+    return AttentionSpec(32, 8, dim, dim**-0.5, rotary_dim=dim, **kind, **options)
 
 
 def faults(kernels: tuple[CompiledKernel, ...]) -> list[str]:
@@ -44,7 +45,7 @@ def grid(sms: list[int]) -> Iterator[tuple[int, int, str, str, str]]:
     """sm, head dim, cache format, compute dtype and variant: every GPU, head dim, legal format and mix of extras."""
     for sm in sms:
         for cache in FORMATS:
-            if cache == "fp8_e4m3" and sm < FP8_SM:
+            if cache.startswith("fp8") and sm < FP8_SM:
                 continue
             for dim in (32, 64, 128, 256):
                 for variant in VARIANTS:
@@ -61,7 +62,7 @@ def main() -> None:
             spec = spec_of(dim, cache, **VARIANTS[variant])
             kernels = compile_kernels(spec, sm, dtype, cache_dir=Path(scratch))
             cells = [f"{k.name} {k.registers}r {k.spill_bytes}s {k.shared_bytes // 1024}K" for k in kernels]
-            print(f"{sm:4} {dim:4} {cache:9} {dtype:9} {variant:6}", " | ".join(cells), flush=True)
+            print(f"{sm:4} {dim:4} {cache:14} {dtype:9} {variant:6}", " | ".join(cells), flush=True)
             broken += faults(kernels)
     print(*broken, sep="\n")
     sys.exit(bool(broken))

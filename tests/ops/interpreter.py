@@ -53,13 +53,13 @@ class Interpreter:
 
 
 def run_attend(case: Any, inputs: dict) -> tuple:
-    """Output and both caches by the kernels."""
+    """Output, both caches, and the scales where the cache is quantized, by the kernels."""
     from toolchain.ops.kernels.launch import attend
 
     names = ("qkv", "cos", "sin", "past_lengths", "key_cache", "value_cache")
     options = {"scales": inputs["scales"], "norms": inputs["norms"], "splits": case.splits, "sm": case.sm}
     out = attend(*(inputs[name] for name in names), case.spec, **options)
-    return out, inputs["key_cache"], inputs["value_cache"]
+    return out, inputs["key_cache"], inputs["value_cache"], *(inputs["scales"] or ())
 
 
 def run_write(case: Any, inputs: dict) -> tuple:

@@ -28,6 +28,9 @@ CHOSEN = [
     (90, 256, "int8", "bfloat16", "all"),
     (100, 128, "int8", "float16", "plain"),
     (120, 64, "fp8_e4m3", "float16", "plain"),
+    (80, 128, "int8_token", "float16", "plain"),
+    (90, 128, "int8_token", "bfloat16", "all"),
+    (89, 64, "fp8_e4m3_token", "float16", "plain"),
 ]
 
 
@@ -98,7 +101,7 @@ def test_a_child_hands_its_error_on(tmp_path: Path) -> None:
     assert "sm_89" in caught.value.expected
 
 
-@pytest.mark.parametrize("cache", ["none", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("cache", ["none", "int8", "fp8_e4m3", "int8_token"])
 def test_the_least_head_dim_compiles(cache: str, tmp_path: Path) -> None:
     """Pairs of codes halve a tile of heads, which is padded so that a product still takes it."""
     kernels = compile_kernels(spec_of(16, cache), 89, "float16", cache_dir=tmp_path)

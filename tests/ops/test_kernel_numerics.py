@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.ops.attention_cases import Case, exact, make_inputs, reference, renamed
 from tests.ops.interpreter import Interpreter, run_attend, run_write
-from toolchain.numerics import quantize
+from toolchain.numerics import SMALLEST_SCALE, quantize
 
 HALF_TOLERANCE = 2e-3
 SINGLE_TOLERANCE = 2e-5
@@ -64,6 +64,9 @@ def check(case: Case, interpreter: Interpreter) -> None:
     tolerance = HALF_TOLERANCE if case.dtype == "fp16" else SINGLE_TOLERANCE
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
     for got_cache, want_cache in zip(got_caches, want_caches, strict=True):
+        if got_cache.dtype == torch.float32 and case.spec.qk_norm:  # scales of tokens
+            torch.testing.assert_close(got_cache, want_cache, rtol=2**-10, atol=0, equal_nan=True)
+            continue
         unequal = (got_cache.float() != want_cache.float()) & ~(got_cache.float().isnan() & want_cache.float().isnan())
         if not case.spec.qk_norm:
             assert not unequal.any()
@@ -78,7 +81,7 @@ def test_values(case: Case, interpreter: Interpreter) -> None:
     check(case, interpreter)
 
 
-@pytest.mark.parametrize("cache", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("cache", ["int8", "fp8_e4m3", "int8_token", "fp8_e4m3_token"])
 @pytest.mark.parametrize("case", CODED, ids=lambda case: case.name)
 def test_codes(case: Case, cache: str, interpreter: Interpreter) -> None:
     check(renamed(case, cache=cache, seed=1), interpreter)
@@ -106,6 +109,47 @@ def test_every_half_is_encoded_as_torch_does(cache: str, step: float, interprete
     inputs["scales"] = (torch.tensor([step]), torch.tensor([step]))
     codes = interpreter(run_write, case, inputs)[1][0, 0, : case.new]
     assert torch.equal(codes.float().flatten(), quantize(finite, torch.tensor(step), cache).float())
+
+
+@pytest.mark.parametrize("cache", ["int8_token", "fp8_e4m3_token"])
+@pytest.mark.parametrize("new", [1, 40])
+def test_one_token_far_larger_than_the_others_leaves_them_their_precision(
+    cache: str, new: int, interpreter: Interpreter
+) -> None:
+    """Weights are multiplied in units of the largest value scale so far; here it is 1000 times the others'."""
+    case = Case("outlier", new, (200, 63), heads=8, cache=cache, splits=3)
+    inputs = make_inputs(case)
+    inputs["scales"][1][:, :, 40] *= 1000
+    inputs["scales"][0][:, :, 40] = 0.0  # its score is 0, so it is seen like any other
+    want, got = reference(case, inputs)[0], interpreter(run_attend, case, inputs)[0]
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=HALF_TOLERANCE)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("new", [1, 9])
+def test_a_token_that_is_not_finite_shows_and_spoils_no_other_row(
+    bad: float, new: int, interpreter: Interpreter
+) -> None:
+    case = Case("bad", new, (70, 20), cache="int8_token")
+    inputs = make_inputs(case)
+    inputs["qkv"][0, 0, case.heads * case.dim + 3] = bad  # a key of KV head 0
+    want, got = reference(case, inputs), interpreter(run_attend, case, inputs)
+    heads_seen, groups = got[0][0].unflatten(-1, (case.heads, case.dim)), case.heads // case.kv_heads
+    assert heads_seen[:, :groups].isnan().all()
+    assert heads_seen[:, groups:].isfinite().all()
+    assert got[0][1].isfinite().all()
+    for ours, theirs in zip(got[3:], want[3:], strict=True):
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_tokens_of_zeros_get_the_least_scale_and_read_as_zeros(new: int, interpreter: Interpreter) -> None:
+    case = Case("zeros", new, (0, 0), cache="int8_token")
+    inputs = make_inputs(case)
+    inputs["qkv"].zero_()
+    out, _, _, key_scale, value_scale = interpreter(run_attend, case, inputs)
+    assert (out == 0).all()
+    assert all((scale[:, :, :new] == SMALLEST_SCALE).all() for scale in (key_scale, value_scale))
 
 
 @pytest.mark.parametrize("new", [1, 12])
@@ -141,7 +185,7 @@ def cases(draw: st.DrawFn) -> Case:
         "qk_norm_eps": draw(st.sampled_from([0.0, 1e-5])),
     }
     past = tuple(draw(st.lists(st.integers(0, 200), min_size=1, max_size=3)))
-    cache = draw(st.sampled_from(["none", "int8", "fp8_e4m3"]))
+    cache = draw(st.sampled_from(["none", "int8", "fp8_e4m3", "int8_token", "fp8_e4m3_token"]))
     splits, sm = draw(st.sampled_from([1, 2, 7])), draw(st.sampled_from([89, 90]))
     seed = draw(st.integers(0, 1000))
     return Case("drawn", new, past, group * kv_heads, kv_heads, dim, 0, cache, "fp16", splits, sm, seed, options)

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from toolchain.ops.attention import AttentionSpec
-from toolchain.ops.function_body import node_attributes
+from toolchain.ops.function_body import SCALE_OUTPUTS, node_attributes
 from toolchain.ops.kernels.bindings import ARGUMENTS, INTEGERS
 from toolchain.ops.plugin.build import build_library, build_plugin
 from toolchain.ops.plugin.table import KernelSet
@@ -32,7 +32,9 @@ PLAIN = AttentionSpec(4, 2, 16, 0.25, 16, "none")
 INT8 = AttentionSpec(4, 2, 16, 0.25, 16, "int8")
 FP8 = AttentionSpec(4, 2, 16, 0.25, 16, "fp8_e4m3")
 FULL = AttentionSpec(6, 2, 18, 0.125, 8, "int8", interleaved=True, softcap=30.0, window=96, qk_norm_eps=1e-6)
-SPECS = (PLAIN, INT8, FP8, FULL)
+TOKEN = AttentionSpec(6, 2, 18, 0.125, 8, "int8", softcap=30.0, window=96, qk_norm_eps=1e-6, token_scales=True)
+FP8_TOKEN = AttentionSpec(4, 2, 16, 0.25, 16, "fp8_e4m3", token_scales=True)
+SPECS = (PLAIN, INT8, FP8, FULL, TOKEN, FP8_TOKEN)
 REAL = AttentionSpec(4, 2, 64, 0.125, 64, "int8")
 """A spec whose kernels are compiled; those above have stand-ins."""
 TILES = {"BLOCK_T": 16, "BLOCK_M": 32, "BLOCK_N": 32}
@@ -77,7 +79,7 @@ def toolkit():
 
 @pytest.fixture(scope="session")
 def plugin(toolkit, tmp_path_factory):
-    """A library for four specs on sm80 and sm89, and bfloat16 for the plain one; no machine code in it."""
+    """A library for all specs on sm80 and sm89, and bfloat16 for the plain one; no machine code in it."""
     sets = [stand_in_set(spec, sm) for spec in SPECS for sm in (80, 89)]
     sets.append(stand_in_set(PLAIN, 89, "bfloat16"))
     return build_library(sets, tmp_path_factory.mktemp("plugin") / "libdtool_attention.so", toolkit)
@@ -115,7 +117,8 @@ def attention_graph(path, spec, *, tokens=None, dtype=TensorProto.FLOAT16, types
         "past_value": (cache_type, cache),
     }
     if spec.quantized:
-        inputs |= dict.fromkeys(("key_scale", "value_scale"), (TensorProto.FLOAT, [kv_heads]))
+        scale = cache[:3] if spec.token_scales else [kv_heads]
+        inputs |= dict.fromkeys(("key_scale", "value_scale"), (TensorProto.FLOAT, scale))
     if spec.qk_norm:
         inputs |= dict.fromkeys(("q_norm", "k_norm"), (dtype, [dim]))
     types, shapes = dict(types), dict(shapes)
@@ -129,6 +132,8 @@ def attention_graph(path, spec, *, tokens=None, dtype=TensorProto.FLOAT16, types
         helper.make_tensor_value_info("present_key", types.get("past_key", cache_type), shapes.get("past_key", cache)),
         helper.make_tensor_value_info("present_value", types.get("past_value", cache_type), cache),
     ]
+    names = SCALE_OUTPUTS if spec.token_scales else ()
+    outputs += [helper.make_tensor_value_info(name, TensorProto.FLOAT, cache[:3]) for name in names]
     node = helper.make_node(
         "FusedAttention",
         [info.name for info in infos],

@@ -54,7 +54,7 @@ struct Session {
     IPluginCreatorV3One* creator;
     Fields fields;
     IPluginV3* plugin = nullptr;
-    std::vector<Tensor> tensors; // inputs, then the three outputs
+    std::vector<Tensor> tensors; // inputs, then the outputs
     bool aliased = true;
 
     template <typename T> T* capability(PluginCapabilityType type) {
@@ -62,7 +62,8 @@ struct Session {
     }
     IPluginV3OneBuildV2* build() { return capability<IPluginV3OneBuildV2>(PluginCapabilityType::kBUILD); }
     IPluginV3OneRuntime* runtime() { return capability<IPluginV3OneRuntime>(PluginCapabilityType::kRUNTIME); }
-    int32_t inputs() const { return static_cast<int32_t>(tensors.size()) - 3; }
+    int32_t outputs() { return build()->getNbOutputs(); }
+    int32_t inputs() { return static_cast<int32_t>(tensors.size()) - outputs(); }
 
     void create(std::string const& phase, PluginFieldCollection const& collection) {
         TensorRTPhase const when = phase == "build" ? TensorRTPhase::kBUILD : TensorRTPhase::kRUNTIME;
@@ -71,18 +72,18 @@ struct Session {
     }
 
     void formats() {
-        for (int32_t position = 0; position < inputs() + 3; ++position) {
+        for (int32_t position = 0; position < inputs() + outputs(); ++position) {
             std::vector<DynamicPluginTensorDesc> descs;
             for (Tensor const& tensor : tensors) descs.push_back(tensor.dynamic);
             for (int32_t type = 0; type < 12; ++type) {
                 for (TensorFormat format : {TensorFormat::kLINEAR, TensorFormat::kCHW32}) {
                     descs[position].desc.type = static_cast<DataType>(type);
                     descs[position].desc.format = format;
-                    bool ok = build()->supportsFormatCombination(position, descs.data(), inputs(), 3);
+                    bool ok = build()->supportsFormatCombination(position, descs.data(), inputs(), outputs());
                     if (ok) std::printf("%d%s ", type, format == TensorFormat::kLINEAR ? "" : "!");
                 }
             }
-            std::printf(position < inputs() + 2 ? "| " : "\n");
+            std::printf(position < inputs() + outputs() - 1 ? "| " : "\n");
         }
     }
 
@@ -90,24 +91,26 @@ struct Session {
         std::vector<DynamicPluginTensorDesc> descs;
         for (Tensor const& tensor : tensors) descs.push_back(tensor.dynamic);
         descs[0].min.d[1] = fewest_tokens;
-        std::printf("%zu\n", build()->getWorkspaceSize(descs.data(), inputs(), descs.data() + inputs(), 3));
+        std::printf("%zu\n", build()->getWorkspaceSize(descs.data(), inputs(), descs.data() + inputs(), outputs()));
     }
 
     int32_t configure() {
         std::vector<DynamicPluginTensorDesc> descs;
         for (Tensor const& tensor : tensors) descs.push_back(tensor.dynamic);
-        return build()->configurePlugin(descs.data(), inputs(), descs.data() + inputs(), 3);
+        return build()->configurePlugin(descs.data(), inputs(), descs.data() + inputs(), outputs());
     }
 
     int32_t run(bool launch) {
         std::vector<PluginTensorDesc> descs;
         for (Tensor const& tensor : tensors) descs.push_back(tensor.desc);
-        if (!launch) return runtime()->onShapeChange(descs.data(), inputs(), descs.data() + inputs(), 3);
+        if (!launch) return runtime()->onShapeChange(descs.data(), inputs(), descs.data() + inputs(), outputs());
         auto other = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
         std::vector<void const*> in;
         for (int32_t i = 0; i < inputs(); ++i) in.push_back(other((i + 1) * uintptr_t{0x10000}));
-        void* out[] = {other(0xf0000), const_cast<void*>(aliased ? in[4] : other(0xe0000)), const_cast<void*>(in[5])};
-        return runtime()->enqueue(descs.data(), descs.data() + inputs(), in.data(), out, other(0xa00000),
+        std::vector<void*> out{other(0xf0000)};
+        for (int32_t i = 1; i < outputs(); ++i) out.push_back(const_cast<void*>(in[build()->getAliasedInput(i)]));
+        if (!aliased) out.back() = other(0xe0000);
+        return runtime()->enqueue(descs.data(), descs.data() + inputs(), in.data(), out.data(), other(0xa00000),
                                   reinterpret_cast<cudaStream_t>(0x77));
     }
 
@@ -134,7 +137,7 @@ struct Session {
             }
             std::printf("\n");
         } else if (verb == "aliases") {
-            for (int32_t output : {0, 1, 2}) std::printf("%d ", build()->getAliasedInput(output));
+            for (int32_t output = 0; output < outputs(); ++output) std::printf("%d ", build()->getAliasedInput(output));
             std::printf("\n");
         } else if (verb == "formats") {
             formats();

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.ops_plugin.conftest import FP8, FULL, INT8, PLAIN, no_driver
+from tests.ops_plugin.conftest import FP8, FULL, INT8, PLAIN, TOKEN, no_driver
 from toolchain.errors import DtoolError
 from toolchain.ops.plugin.entry import AttentionCall, PluginLibrary
 
@@ -31,7 +31,8 @@ def arguments(spec, batch=2, tokens=4, capacity=64, dtype=torch.float16):
 def extras(spec, dtype=torch.float16):
     given = {}
     if spec.quantized:
-        given["scales"] = tuple(torch.ones(spec.num_kv_heads) for _ in range(2))
+        shape = (2, spec.num_kv_heads, 64) if spec.token_scales else (spec.num_kv_heads,)
+        given["scales"] = tuple(torch.ones(shape) for _ in range(2))
     if spec.qk_norm:
         given["norms"] = tuple(torch.ones(spec.head_dim, dtype=dtype) for _ in range(2))
     return given
@@ -48,7 +49,7 @@ def launched(library, monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize(("spec", "index"), [(PLAIN, 0), (INT8, 1), (FP8, 2), (FULL, 3)])
+@pytest.mark.parametrize(("spec", "index"), [(PLAIN, 0), (INT8, 1), (FP8, 2), (FULL, 3), (TOKEN, 4)])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_every_pointer_reaches_its_field(library, launched, spec, index, tokens):
     given, more = arguments(spec, tokens=tokens), extras(spec)
@@ -121,6 +122,8 @@ def test_scales_and_norms_belong_to_the_spec(library):
         library.attend(*arguments(INT8), INT8)
     with pytest.raises(DtoolError, match=r"scales do not fit(?s:.*)expected: none"):
         library.attend(*arguments(PLAIN), PLAIN, **extras(INT8))
+    with pytest.raises(DtoolError, match=r"key_scale does not fit(?s:.*)\[2, 2, 64\](?s:.*)float32 \[2\]"):
+        library.attend(*arguments(TOKEN), TOKEN, norms=extras(TOKEN)["norms"], scales=extras(INT8)["scales"])
     with pytest.raises(DtoolError, match="norms do not fit"):
         library.attend(*arguments(FULL), FULL, scales=extras(FULL)["scales"])
 
@@ -145,6 +148,6 @@ def test_another_file_is_refused(tmp_path):
 
 
 def test_a_library_of_another_abi_is_refused(library, plugin, monkeypatch):
-    monkeypatch.setattr("toolchain.ops.plugin.entry.ABI", 3)
-    with pytest.raises(DtoolError, match=r"expected: abi 3\n  found:    abi 2"):
+    monkeypatch.setattr("toolchain.ops.plugin.entry.ABI", 4)
+    with pytest.raises(DtoolError, match=r"expected: abi 4\n  found:    abi 3"):
         PluginLibrary(plugin.path)

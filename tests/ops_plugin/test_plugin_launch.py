@@ -230,7 +230,7 @@ def test_a_failing_driver_call_is_reported(call, failing):
         ),
         (Request(PLAIN, 1, 1, 64, changes={"workspace": None}), "the workspace has 0 bytes"),
         (Request(PLAIN, 1, 1, 64, changes={"struct_bytes": 8}), "struct_bytes: expected 128, found 8"),
-        (Request(PLAIN, 1, 1, 64, changes={"spec": 9}), "spec: expected an index from 0 to 3, found 9"),
+        (Request(PLAIN, 1, 1, 64, changes={"spec": 9}), "spec: expected an index from 0 to 5, found 9"),
         (Request(PLAIN, 1, 1, 64, changes={"compute_dtype": 2}), "compute_dtype: expected 0 (float16) or 1"),
     ],
 )

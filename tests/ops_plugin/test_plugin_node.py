@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.ops_plugin.conftest import FULL, INT8, PLAIN, SHARED, TIMEOUT_S, attributes, no_driver, read_calls
+from tests.ops_plugin.conftest import FULL, INT8, PLAIN, SHARED, TIMEOUT_S, TOKEN, attributes, no_driver, read_calls
 from toolchain.ops.attention import ABI
 from toolchain.ops.kernels.tiles import MOST_SPLITS
 
@@ -53,9 +53,11 @@ def tensors(spec, batch, tokens, capacity, compute=HALF):
         kept,
         kept,
     ]
-    lines += [f"tensor {FLOAT} {spec.num_kv_heads}"] * 2 * spec.quantized
+    scale = kept.replace(f"tensor {cache}", f"tensor {FLOAT}").rsplit(" ", 1)[0]
+    lines += [scale if spec.token_scales else f"tensor {FLOAT} {spec.num_kv_heads}"] * 2 * spec.quantized
     lines += [f"tensor {compute} {spec.head_dim}"] * 2 * spec.qk_norm
-    return [*lines, f"tensor {compute} {batch} {tokens} {spec.num_heads * spec.head_dim}", kept, kept]
+    lines += [f"tensor {compute} {batch} {tokens} {spec.num_heads * spec.head_dim}", kept, kept]
+    return [*lines, *[scale] * 2 * spec.token_scales]
 
 
 def test_it_says_what_it_is(drive):
@@ -67,7 +69,17 @@ def test_it_says_what_it_is(drive):
     assert answers[:2] == [said, said]  # and the same after being saved and made again
     assert answers[2].split()[0] == "abi:5"
     assert answers[3].split() == ["-1", "4", "5"]
-    assert ABI == 2
+    assert ABI == 3
+
+
+def test_scales_of_tokens_are_caches_too(drive):
+    answers, _, _ = drive(*fields(TOKEN), "create build", "restore", "aliases")
+    said = (
+        "6 query and 2 KV heads of 18, scale 0.125, rotary_dim 8, cache int8 with a scale per token, softcap 30, "
+        "window 96, qk_norm_eps 9.99999997e-07"
+    )
+    assert answers[:2] == [said, said]
+    assert answers[2].split() == ["-1", "4", "5", "6", "7"]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +89,7 @@ def test_it_says_what_it_is(drive):
         (PLAIN, BF16, "1 7 |0 |0 |8 |7 |7 |7 |7 |7"),
         (INT8, HALF, "1 7 |0 |0 |8 |2 |2 |0 |0 |1 |2 |2"),
         (FULL, BF16, "1 7 |0 |0 |8 |2 |2 |0 |0 |7 |7 |7 |2 |2"),
+        (TOKEN, BF16, "1 7 |0 |0 |8 |2 |2 |0 |0 |7 |7 |7 |2 |2 |0 |0"),
     ],
 )
 def test_formats_are_linear_and_of_one_type_each(drive, spec, compute, expected):
@@ -110,10 +123,11 @@ def test_a_builder_needs_no_device(drive):
     assert read_calls(log) == []
 
 
-def test_enqueue_runs_prefill_and_decode(drive):
-    prompt, token = tensors(FULL, 2, 5, 64), tensors(FULL, 2, 1, 64)
+@pytest.mark.parametrize("spec", [FULL, TOKEN])
+def test_enqueue_runs_prefill_and_decode(drive, spec):
+    prompt, token = tensors(spec, 2, 5, 64), tensors(spec, 2, 1, 64)
     commands = [
-        *fields(FULL),
+        *fields(spec),
         "create run",
         "attach",
         *prompt,
@@ -148,10 +162,17 @@ def test_inputs_a_node_does_not_have_are_null(drive):
     assert attend["arguments"]["q_norm"] == 0
 
 
-def test_a_cache_that_is_not_written_in_place_is_refused(drive):
-    answers, stderr, log = drive(*fields(PLAIN), "create run", *tensors(PLAIN, 2, 5, 64), "unaliased", "enqueue")
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (PLAIN, "present_value: expected the memory of past_value (PreviewFeature ALIASED_PLUGIN_IO_10_03)"),
+        (TOKEN, "present_value_scale: expected the memory of value_scale (PreviewFeature"),
+    ],
+)
+def test_a_cache_that_is_not_written_in_place_is_refused(drive, spec, said):
+    answers, stderr, log = drive(*fields(spec), "create run", *tensors(spec, 2, 5, 64), "unaliased", "enqueue")
     assert answers[1:] == ["1"]
-    assert "present_key: expected the memory of past_key (PreviewFeature ALIASED_PLUGIN_IO_10_03)" in stderr
+    assert said in stderr
     assert read_calls(log, "cuLaunchKernel") == []
 
 

@@ -3,12 +3,23 @@
 import pytest
 from onnx import TensorProto
 
-from tests.ops_plugin.conftest import FP8, FULL, INT8, PLAIN, SPECS, attributes, child_environment, run_child
+from tests.ops_plugin.conftest import (
+    FP8,
+    FP8_TOKEN,
+    FULL,
+    INT8,
+    PLAIN,
+    SPECS,
+    TOKEN,
+    attributes,
+    child_environment,
+    run_child,
+)
 
 BFLOAT16 = TensorProto.BFLOAT16
 FIELDS = [
     "abi", "num_heads", "num_kv_heads", "head_dim", "scale", "rotary_dim", "interleaved", "softcap", "window",
-    "qk_norm_eps", "cache_format",
+    "qk_norm_eps", "cache_format", "token_scales",
 ]  # fmt: skip
 
 COMPILED = {
@@ -21,10 +32,13 @@ COMPILED = {
     "decode": {"spec": INT8, "tokens": 1},
     "prompt": {"spec": PLAIN, "tokens": 16},
     "everything": {"spec": FULL},
+    "token": {"spec": TOKEN},
+    "token_decode": {"spec": TOKEN, "tokens": 1, "dtype": BFLOAT16},
+    "fp8_token": {"spec": FP8_TOKEN},
 }
 REFUSED = {
-    "abi": ({"spec": PLAIN, "abi": 3}, "attribute abi: expected 2, found 3; export the model again"),
-    "no_abi": ({"spec": PLAIN, "abi": None}, "attribute abi: expected on every node of abi 2, found none"),
+    "abi": ({"spec": PLAIN, "abi": 2}, "attribute abi: expected 3, found 2; export the model again"),
+    "no_abi": ({"spec": PLAIN, "abi": None}, "attribute abi: expected on every node of abi 3, found none"),
     "no_heads": ({"spec": PLAIN, "num_heads": None}, "attribute num_heads: expected on every node"),
     "no_interleaved": ({"spec": PLAIN, "interleaved": None}, "attribute interleaved: expected on every node"),
     "groups": ({"spec": PLAIN, "num_kv_heads": 3}, "num_heads: expected a multiple of num_kv_heads = 3, found 4"),
@@ -38,6 +52,16 @@ REFUSED = {
     "window": ({"spec": PLAIN, "window": -1}, "attribute window: expected 0 (off) or a positive number, found -1"),
     "flag": ({"spec": PLAIN, "interleaved": 2}, "attribute interleaved: expected 0 or 1, found 2"),
     "cache": ({"spec": PLAIN, "cache_format": "int4"}, "cache_format: expected none, int8 or fp8_e4m3, found 'int4'"),
+    "token_flag": ({"spec": INT8, "token_scales": 2}, "attribute token_scales: expected 0 or 1, found 2"),
+    "token_values": ({"spec": PLAIN, "token_scales": 1}, "token_scales: expected 0 with cache_format none, found 1"),
+    "token_shapes": (
+        {"spec": FP8_TOKEN, "shapes": {"value_scale": ["B", 2, 32]}},
+        "shape of value_scale: expected [B, kv_heads = 2, C = 64], found [?, 2, 32]",
+    ),
+    "token_static": (
+        {"spec": INT8, "token_scales": 1},
+        "shape of key_scale: expected [B, kv_heads = 2, C = 64], found [2]",
+    ),
     "few_inputs": (
         {"spec": PLAIN, "drop": ("past_value",)},
         "number of inputs: expected 6 (qkv, cos, sin, past_lengths, past_key, past_value), found 5",
@@ -149,8 +173,8 @@ def test_registries_load_and_create_it(plugin, tmp_path, module):
     assert result["declared"] == FIELDS
     *made, abi, missing = result["answers"]
     assert [answer["plugin"] for answer in made] == [["FusedAttention", "1", "dtool"]] * len(SPECS)
-    assert all(answer["outputs"] == 3 for answer in made)
+    assert [answer["outputs"] for answer in made] == [3 + 2 * spec.token_scales for spec in SPECS]
     assert abi["plugin"] is missing["plugin"] is None
     said = {"tensorrt_rtx": abi["log"] + missing["log"], "tensorrt_lean_bindings": stderr.splitlines()}[module]
-    assert any("attribute abi: expected 2, found 1" in line for line in said)
+    assert any("attribute abi: expected 3, found 1" in line for line in said)
     assert any("attribute head_dim: expected on every node" in line for line in said)

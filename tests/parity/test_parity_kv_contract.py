@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from tiny_parity import make_recipe
 
 from toolchain.artifact import open_artifact
@@ -142,19 +143,23 @@ def test_poison_fills_unused_slots_of_each_row_and_no_other(eager, exported):
 
 def test_int8_poison_is_the_largest_code(eager):
     state = eager.new_state(1, 4)
-    state.caches = eager.decoder.new_caches(1, 4, "int8")
+    state.caches = [(torch.zeros(1, 2, 4, 8, dtype=torch.int8),) * 2]
     poison(state)
     assert all((c == 127).all() for c in read_caches(state))
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"granularity": "token"}, {"granularity": "token", "skip": ["*.0.self_attn"]}], ids=str
+)
 @pytest.mark.parametrize("cache_format", ["int8", "fp8_e4m3"])
-def test_caches_of_codes_keep_every_promise_on_both_sides(exported, tmp_path, text_file, cache_format):
-    recipe = make_recipe(
-        kv_cache={"format": cache_format}, calibration={"data": str(text_file), "samples": 4, "seq_len": 16}
-    )
+def test_caches_of_codes_keep_every_promise_on_both_sides(exported, tmp_path, text_file, cache_format, changes):
+    calibration = {"data": str(text_file), "samples": 4, "seq_len": 16}
+    recipe = make_recipe(kv_cache={"format": cache_format} | changes, calibration=calibration)
     artifact = quantize_artifact(exported, recipe, tmp_path / "q", report=lambda _: None)
     assert broken(OnnxRunner(artifact, threads=1)) == []
     assert broken(fake_quant_runner(artifact.path)) == []
     state = fake_quant_runner(artifact.path).new_state(1, 4)
     poison(state)
-    assert all((c == 127).all() for c in read_caches(state))  # E4M3's NaN, or the largest int8 code
+    codes = [c for c in read_caches(state) if c.shape[-1] == fake_quant_runner(artifact.path).config.head_dim]
+    assert len(codes) == 4 - 2 * ("skip" in changes)
+    assert all((c == 127).all() for c in codes)  # E4M3's NaN, or the largest int8 code

@@ -12,7 +12,7 @@ from toolchain.engine.stage import build_engine
 from toolchain.model.load import load_artifact_decoder
 from toolchain.parity.layerwise import layer_errors, layer_rows
 from toolchain.quantize.stage import quantize_artifact
-from toolchain.recipe import Gates
+from toolchain.recipe_sections import Gates
 from toolchain.tensor_file import read_header
 
 INTEGER = {
@@ -33,8 +33,7 @@ def quantized(exported, text_file, tmp_path_factory):
 
 
 def errors(candidate, source):
-    decoder, cache_format = load_artifact_decoder(open_artifact(source))
-    return layer_errors(open_artifact(candidate), decoder, cache_format, IDS)
+    return layer_errors(open_artifact(candidate), load_artifact_decoder(open_artifact(source)), IDS)
 
 
 def test_graph_and_engine_of_integer_products_are_exact_layer_by_layer(quantized, tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolchain.parity.metrics import NO_TARGET, LogitComparison, gate_rows
-from toolchain.recipe import Gates
+from toolchain.recipe_sections import Gates
 
 SETTINGS = settings(max_examples=30, deadline=None)
 

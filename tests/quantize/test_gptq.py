@@ -9,7 +9,7 @@ from toolchain.errors import DtoolError
 from toolchain.numerics import dequantize, quantize, scale_from_amax
 from toolchain.quantize.gptq import refine, round_with_hessian, search_scale
 from toolchain.quantize.rounding import round_matrix
-from toolchain.recipe import Weights
+from toolchain.recipe_sections import Weights
 
 
 def problem(seed, out=24, width=64, tokens=400):

@@ -22,7 +22,7 @@ from toolchain.quantize.plan import plan_quantization
 from toolchain.quantize.rounding import round_matrix
 from toolchain.quantize.stage import quantize_artifact
 from toolchain.quantize.walk import static_scales, walk
-from toolchain.recipe import Weights
+from toolchain.recipe_sections import Weights
 from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import fake_quant_runner
 from toolchain.tensor_file import read_header, read_tensor
@@ -232,7 +232,7 @@ def test_cache_scales_are_the_measured_amax_of_keys_and_values_apart(tmp_path):
     entries = read_header(artifact.path / "weights.safetensors")
     scales = [read_tensor(entries[f"model.layers.1.self_attn.{n}"]) for n in ("k_scale", "v_scale")]
     assert bool((scales[0] > 20 * scales[1]).all())
-    decoder, _ = load_artifact_decoder(open_artifact(tmp_path / "x"))
+    decoder = load_artifact_decoder(open_artifact(tmp_path / "x"))
     caches = decoder.new_caches(4, 48)
     with torch.inference_mode():
         decoder(torch.from_numpy(random_ids(11, 4, 48)), torch.zeros(4, dtype=torch.int64), caches)
@@ -280,7 +280,7 @@ def test_ranges_do_not_depend_on_the_batch_size(exported):
 
 def test_static_input_scales_are_the_measured_amax_of_each_product(exported, tmp_path):
     artifact = quantized(exported, tmp_path / "q", **FORMATS["static"])
-    decoder, _ = load_artifact_decoder(open_artifact(exported))
+    decoder = load_artifact_decoder(open_artifact(exported))
     seen = []
     decoder.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.inference_mode():

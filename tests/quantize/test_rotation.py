@@ -22,7 +22,7 @@ from toolchain.quantize.rotation import (
     rotation_matrix,
 )
 from toolchain.quantize.stage import quantize_artifact
-from toolchain.recipe import Rotation
+from toolchain.recipe_sections import Rotation
 from toolchain.runners.open import fake_quant_runner, open_runner
 from toolchain.tensor_file import read_header
 

@@ -7,6 +7,9 @@ import numpy as np
 from tests.conftest import random_ids
 from tests.runners.stub_tensorrt import StubDevice, StubTensorRT
 from toolchain.artifact import create_artifact, open_artifact
+from toolchain.graph_io import graph_io
+from toolchain.model.caches import caches_of
+from toolchain.model.config import DecoderConfig
 from toolchain.runners.tensorrt import TensorRTRunner
 
 CAPACITY, MAX_BATCH, MAX_PROMPT = 32, 4, 16
@@ -23,17 +26,14 @@ TARGET = {
 RTX = {"backend": "tensorrt-rtx", "compiler": {"tensorrt-rtx": "1.7.1.116"}}
 
 
-def profile(config, *, prefill, batch=(1, MAX_BATCH), tokens=(1, MAX_PROMPT), new_lengths=True, capacity=CAPACITY):
+def profile(contract, *, prefill, batch=(1, MAX_BATCH), tokens=(1, MAX_PROMPT), new_lengths=True, capacity=CAPACITY):
     low, high = tokens if prefill else (1, 1)
     ranges = {"input_ids": [[batch[0], low], [batch[0], low], [batch[1], high]], "past_lengths": [[b] for b in batch]}
     ranges["past_lengths"].insert(1, [batch[0]])
     if new_lengths:
         ranges["new_lengths"] = ranges["past_lengths"]
-    tail = [config["num_key_value_heads"], capacity, config["head_dim"]]
-    for i in range(config["num_hidden_layers"]):
-        for part in ("key", "value"):
-            ranges[f"past_key_values.{i}.{part}"] = [[b, *tail] for b in (batch[0], batch[0], batch[1])]
-    return ranges
+    caches = {spec.name: [spec.sized(batch=b, capacity=capacity) for b in batch] for spec in contract.cache_inputs}
+    return ranges | {name: [low, low, high] for name, (low, high) in caches.items()}
 
 
 def make_engine(
@@ -41,14 +41,16 @@ def make_engine(
 ):
     """An engine artifact whose plans name the graphs of `source`."""
     exported = open_artifact(source, check_hashes=False)
-    config = exported.json("decoder.json")
+    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    caches = caches_of(exported.manifest.kv_contract, config.num_hidden_layers)
+    contract = graph_io(config, "decode", caches)
     capacity = (extra or {}).get("capacity", CAPACITY)
 
     def plan(phase, profiles):
         return {"onnx": str(source / f"{phase}.onnx"), "capacity": capacity, "profiles": profiles} | (extra or {})
 
-    prefill = profile(config, prefill=True, batch=batch, tokens=tokens, capacity=capacity)
-    decode = profile(config, prefill=False, batch=batch, new_lengths=shared, capacity=capacity)
+    prefill = profile(contract, prefill=True, batch=batch, tokens=tokens, capacity=capacity)
+    decode = profile(contract, prefill=False, batch=batch, new_lengths=shared, capacity=capacity)
     if shared:
         plans = {"decoder.engine": plan("prefill", [prefill, decode])}
         entries = {p: {"file": "decoder.engine", "profile": i} for i, p in enumerate(("prefill", "decode"))}

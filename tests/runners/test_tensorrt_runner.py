@@ -10,7 +10,7 @@ from toolchain.artifact import open_artifact
 from toolchain.bench.latency import compare_runners
 from toolchain.errors import DtoolError
 from toolchain.parity.kv_contract import check_kv_contract
-from toolchain.recipe import Bench
+from toolchain.recipe_sections import Bench
 from toolchain.runners.device import DeviceCache, new_zeros
 from toolchain.runners.generate import Generation, Sampler
 from toolchain.runners.onnx import OnnxRunner
@@ -203,13 +203,22 @@ def test_bench_runs_it_unchanged(engine, onnx):
     assert [c.cache_copy_bytes_per_step for c in cases] == [0, 0]
 
 
-def test_int8_caches_give_the_logits_of_onnx_runtime(random_calibration, exported, tmp_path):
-    from tests.conftest import INTEGER_FORMATS, make_recipe
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, ["int8", "int8"]),
+        ({"granularity": "token"}, ["int8_token", "int8_token"]),
+        ({"granularity": "token", "skip": ["*.0.self_attn"]}, ["float32", "int8_token"]),
+    ],
+)
+def test_int8_caches_give_the_logits_of_onnx_runtime(random_calibration, exported, tmp_path, changes, kinds):
+    from tests.conftest import make_recipe
     from toolchain.quantize.stage import quantize_artifact
 
-    quantize_artifact(exported, make_recipe(**INTEGER_FORMATS["cache"]), tmp_path / "q", report=lambda _: None)
+    recipe = make_recipe(kv_cache={"format": "int8"} | changes)
+    quantize_artifact(exported, recipe, tmp_path / "q", report=lambda _: None)
     runner = make_runner(make_engine(tmp_path / "q", tmp_path / "e"))
-    assert runner.cache_dtype == "int8"
+    assert [cache.name for cache in runner.caches] == kinds
     onnx = OnnxRunner(open_artifact(tmp_path / "q"), threads=1)
     assert all(np.array_equal(a, b) for a, b in zip(walk(runner)[0], walk(onnx)[0], strict=True))
     assert all(row.passed for row in check_kv_contract(runner))

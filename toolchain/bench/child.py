@@ -9,7 +9,7 @@ from pathlib import Path
 from toolchain.bench.latency import check_cases, generate_timed, make_prompts, new_case, prepare
 from toolchain.bench.memory import own_memory, use_threads
 from toolchain.errors import DtoolError
-from toolchain.recipe import Bench
+from toolchain.recipe_sections import Bench
 from toolchain.runners.open import eager_runner, open_runner
 from toolchain.runners.runner import Runner
 

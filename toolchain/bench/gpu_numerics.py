@@ -180,7 +180,7 @@ def run_scenario(scenario: Scenario, dtype: str, device: str, attend: Attend, *,
         for splits in counts:
             expected = [x.clone() for x in inputs.caches]
             out = attend(*arguments, *inputs.caches, spec, **options, splits=splits)
-            attend_in_place(*arguments, expected[0], expected[1], spec, scales_K=inputs.scales, norms_D=inputs.norms)
+            attend_in_place(*arguments, expected[0], expected[1], spec, scales=inputs.scales, norms_D=inputs.norms)
             found.add_error((out.double() - exact_output(qkv, inputs)).abs().max().item())
             _compare_caches(inputs, expected, new, found)
         inputs.lengths += new

@@ -24,7 +24,7 @@ import numpy as np
 import pydantic
 
 from toolchain.errors import DtoolError
-from toolchain.recipe import Bench
+from toolchain.recipe_sections import Bench
 from toolchain.runners.runner import Array, KVState, Limits, Runner
 
 CAPACITY_STEP = 64

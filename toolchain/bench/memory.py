@@ -1,7 +1,7 @@
 """Memory: what a decode step must read, how fast this machine reads, and how much a process takes.
 
 Decode is bound by memory: each step reads every weight once, for the whole batch, and each row's
-cache. With W weight bytes, k cache bytes per token, B rows at a context of c tokens:
+cache. With W weight bytes, k cache bytes per token (scales of tokens included), B rows at a context of c tokens:
 
     bytes per step = W + B (k c + row)             row: one embedding row, when the head has its own matrix
                                                    of n experts those that the rows choose; within a window its tokens
@@ -26,17 +26,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pydantic
 
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
-from toolchain.formats import FORMATS
+from toolchain.model.caches import CacheFormat, caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.model.parameters import EMBEDDING, HEAD, parameter_shapes
-from toolchain.recipe import Bench
+from toolchain.recipe_sections import Bench
 from toolchain.tensor_file import TensorEntry, read_header
 
 BUFFER_BYTES = 256 << 20
@@ -63,7 +63,8 @@ class StepBytes(pydantic.BaseModel, frozen=True, extra="forbid"):
     """What one decode step reads: all weights once, and per row a cache of `kv_bytes_per_token` each token.
 
     Of `expert_bytes`, which are not among the weights, the part that `batch` tokens are expected to
-    choose; of the cache, the last tokens alone in layers with a window (`windows`, one per layer).
+    choose; of the cache, the last tokens alone in layers with a window (`windows`, one per layer). Where the
+    layers' caches differ, `layer_kv_bytes` says how `kv_bytes_per_token` is made up.
     """
 
     weight_bytes: int
@@ -73,12 +74,15 @@ class StepBytes(pydantic.BaseModel, frozen=True, extra="forbid"):
     num_experts: int = 0
     experts_per_token: int = 0
     windows: tuple[int, ...] = ()
+    layer_kv_bytes: tuple[int, ...] = ()
 
     def total(self, batch: int, context: float) -> float:
         """Bytes per step of `batch` rows that have `context` tokens each."""
         unread = (1 - self.experts_per_token / self.num_experts) ** batch if self.num_experts else 0.0
-        seen = [min(window or context, context) for window in self.windows] or [context]
-        cache = self.kv_bytes_per_token * sum(seen) / len(seen)
+        layers = max(1, len(self.windows), len(self.layer_kv_bytes))
+        sizes = self.layer_kv_bytes or (self.kv_bytes_per_token / layers,) * layers
+        windows = self.windows or (0,) * layers
+        cache = sum(size * min(window or context, context) for size, window in zip(sizes, windows, strict=True))
         return self.weight_bytes + self.expert_bytes * (1 - unread) + batch * (self.row_bytes + cache)
 
 
@@ -120,8 +124,8 @@ def artifact_step_bytes(artifact: Artifact, config: DecoderConfig) -> StepBytes 
     entries = _weight_entries(artifact)
     if not entries:
         return None
-    cache_dtype = str(artifact.manifest.kv_contract["dtype"])
-    return _step_bytes({n: e.length for n, e in entries.items()}, config, FORMATS[cache_dtype].bytes)
+    caches = caches_of(artifact.manifest.kv_contract, config.num_hidden_layers)
+    return _step_bytes({n: e.length for n, e in entries.items()}, config, caches)
 
 
 def _weight_entries(artifact: Artifact) -> dict[str, TensorEntry]:
@@ -135,10 +139,10 @@ def eager_step_bytes(config: DecoderConfig) -> StepBytes:
     """What a decode step of the float32 torch decoder reads."""
     shapes = parameter_shapes(config)
     lengths = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
-    return _step_bytes(lengths, config, 4)
+    return _step_bytes(lengths, config, (CacheFormat("float32"),) * config.num_hidden_layers)
 
 
-def _step_bytes(lengths: dict[str, int], config: DecoderConfig, cache_bytes: int) -> StepBytes:
+def _step_bytes(lengths: dict[str, int], config: DecoderConfig, caches: Sequence[CacheFormat]) -> StepBytes:
     experts = sum(length for name, length in lengths.items() if ".experts." in name)
     total = sum(lengths.values()) - experts
     row = 0
@@ -146,16 +150,17 @@ def _step_bytes(lengths: dict[str, int], config: DecoderConfig, cache_bytes: int
         # The scales of a quantized embedding are looked up with its rows.
         lookup = sum(length for name, length in lengths.items() if name.startswith(EMBEDDING))
         total, row = total - lookup, lookup // config.vocab_size
-    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * cache_bytes
+    kv = tuple(cache.token_bytes(config.num_key_value_heads, config.head_dim) for cache in caches)
     windows = tuple(config.layer(i).window for i in range(config.num_hidden_layers))
     return StepBytes(
         weight_bytes=total,
         row_bytes=row,
-        kv_bytes_per_token=kv,
+        kv_bytes_per_token=sum(kv),
         expert_bytes=experts,
         num_experts=config.num_experts,
         experts_per_token=config.num_experts_per_tok,
         windows=windows if any(windows) else (),
+        layer_kv_bytes=kv if len(set(kv)) > 1 else (),
     )
 
 

@@ -25,7 +25,8 @@ from toolchain.bench.memory import (
     use_threads,
 )
 from toolchain.errors import DtoolError
-from toolchain.recipe import Bench, Recipe
+from toolchain.recipe import Recipe
+from toolchain.recipe_sections import Bench
 from toolchain.report import Bars, Page, Table
 from toolchain.runners.open import eager_runner, open_runner
 from toolchain.runners.runner import Runner

@@ -15,6 +15,7 @@ saturate; `probe_integer_products` finds out, and the weights are then stored as
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ from toolchain.tensor_file import TensorEntry, build_header, read_header, read_t
 
 WEIGHTS, ROPE = "weights.safetensors", "rope.safetensors"
 MICROSOFT = "com.microsoft"
+GROUP_QUERY = "GroupQueryAttention"
+ATTENTION = (GROUP_QUERY, OP_TYPE)
 SECOND_DIGIT = 254.0
 ROTARY_STEP = 16
 """GroupQueryAttention itself rotates a multiple of this many dims."""
@@ -93,7 +96,7 @@ def build_onnxruntime(source: Artifact, draft: Draft, report: Callable[[str], No
         "products": shared.products,
         "integer_weights": "uint8" if shared.unsigned_weights else "int8",
         "needs_exact_u8s8": needs_exact,
-        "attention": "com.microsoft.GroupQueryAttention",
+        "attention": dict(Counter(f"{n.domain}.{n.op_type}" for n in models["decode"].graph if n.op_type in ATTENTION)),
         "layers": config.num_hidden_layers,
     }
 
@@ -293,8 +296,14 @@ class _Rewriter:
     # ---- attention ----
 
     def attention(self) -> None:
-        """Every attention node becomes GroupQueryAttention over the same cache."""
+        """Every attention node becomes GroupQueryAttention over the same cache, which knows scales per channel.
+
+        One with a scale per token stays as it is, with its body of standard operators.
+        """
         nodes = [node for node in self.graph if node.op_type == OP_TYPE]
+        nodes = [node for node in nodes if not node.attributes["token_scales"].value]
+        if not nodes:
+            return
         self.position = nodes[0]
         past = self.values["past_lengths"]
         one = self.constant("one_int64", np.array(1, np.int64))
@@ -330,7 +339,7 @@ class _Rewriter:
         if norms or outside:
             packed = self._prepared(packed, norms, outside, spec)
         outputs = self.op(
-            "GroupQueryAttention",
+            GROUP_QUERY,
             packed, None, None, key, value, last, total,
             *((cos, sin) if inside else (None, None)), None, None, None,
             *(wide or (None, None)), None, None, new,

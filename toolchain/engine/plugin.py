@@ -93,7 +93,7 @@ def plugin_page(description: Mapping[str, Any]) -> Page:
     rows = tuple(
         (
             f"sm{kernels['sm']}",
-            description["specs"][kernels["spec"]]["cache_format"],
+            _cache_name(description["specs"][kernels["spec"]]),
             kernel["name"],
             ", ".join(f"{name} {size}" for name, size in kernel["tile"].items()),
             kernel["num_warps"],
@@ -107,3 +107,7 @@ def plugin_page(description: Mapping[str, Any]) -> Page:
     columns = ("target", "cache", "kernel", "tile", "warps", "registers", "spill bytes", "shared bytes")
     facts = (("abi", str(description["abi"])), *((name, str(value)) for name, value in description["versions"].items()))
     return Page("Attention plugin", facts=facts, parts=(Table("Kernels", columns, rows),))
+
+
+def _cache_name(spec: Mapping[str, Any]) -> str:
+    return spec["cache_format"] + (", scales per token" if spec["token_scales"] else "")

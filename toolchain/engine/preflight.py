@@ -13,7 +13,8 @@ from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES
 from toolchain.model.config import DecoderConfig
 from toolchain.processor import installed_gpus
-from toolchain.recipe import BACKEND_MODULES, Engine, Recipe
+from toolchain.recipe import BACKEND_MODULES, Recipe
+from toolchain.recipe_sections import Engine
 
 
 def preflight(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path] = ()) -> tuple[Target, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError, name_list
 from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase
-from toolchain.recipe import Engine, Range
+from toolchain.recipe_sections import Engine, Range
 
 ENGINE_PHASES: tuple[Phase, ...] = ("prefill", "decode")
 ATTENTION = "FusedAttention"
@@ -70,14 +70,14 @@ def write_static_graph(source: Artifact, phase: Phase, engine: Engine, folder: P
     """
     import onnx
 
-    from toolchain.ops.function_body import attention_function
+    from toolchain.ops.function_body import attention_functions
 
     model = onnx.load(str(source.file(GRAPH_FILES[phase])), load_external_data=False)
-    specs = {attention_spec(node) for node in model.graph.node if node.op_type == ATTENTION}
+    specs = dict.fromkeys(attention_spec(node) for node in model.graph.node if node.op_type == ATTENTION)
     if specs:
         kept = [f for f in model.functions if f.name != ATTENTION]
         del model.functions[:]
-        bodies = [] if engine.attention == "plugin" else [attention_function(specs, poison_guard=False)]
+        bodies = [] if engine.attention == "plugin" else attention_functions(specs, poison_guard=False)
         model.functions.extend([*kept, *bodies])
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
@@ -105,7 +105,7 @@ def attention_spec(node: Any) -> Any:
 
     values = node_values(node)
     fields: dict[str, Any] = {name: values[name] for name in AttentionSpec.__slots__}
-    fields["interleaved"] = bool(fields["interleaved"])
+    fields |= {name: bool(fields[name]) for name in ("interleaved", "token_scales")}
     return AttentionSpec(**fields)
 
 

@@ -282,7 +282,9 @@ def _verify_cache(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) -> N
     if facts.cache is None:
         return
     dtype, shape = facts.cache
-    copies = [k.name for k in kernels for t in k.outputs if t.shape[1:] == shape[1:] and t.dtype != dtype]
+    attends = {id(k) for k in attention_kernels(kernels, facts)}  # a layer that keeps values writes them itself
+    others = (k for k in kernels if id(k) not in attends)
+    copies = [k.name for k in others for t in k.outputs if t.shape[1:] == shape[1:] and t.dtype != dtype]
     if copies:
         raise DtoolError(
             f"{phase} expands the quantized cache",

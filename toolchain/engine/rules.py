@@ -6,7 +6,7 @@ graphs, never at weights, and import no torch.
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from toolchain.engine.profiles import ATTENTION, node_values
 from toolchain.engine.targets import Target
 from toolchain.errors import DtoolError, did_you_mean, name_list
 from toolchain.graph_io import GRAPH_FILES
-from toolchain.recipe import Engine
+from toolchain.recipe_sections import Engine
 
-ATTENTION_ABI = 2
+ATTENTION_ABI = 3
 """The abi of `ops.attention`, repeated so that a refusal need not wait for torch; a test compares them."""
 
 STANDARD_DOMAINS = ("", "ai.onnx")
@@ -72,7 +72,7 @@ def _check_compute_dtype(facts: Facts) -> None:
 
 def _check_cache(facts: Facts) -> None:
     """TensorScatter updates float caches only, and a quantized one would be expanded: it needs the plugin."""
-    dtype = facts.source.manifest.kv_contract["dtype"]
+    dtype = facts.source.manifest.kv_contract["dtype"]  # the quantized one where layers differ
     if dtype in ("float16", "bfloat16", "float32"):
         return
     if facts.engine.attention == "native":
@@ -160,13 +160,17 @@ def _check_library(library: Path, description: dict[str, Any], facts: Facts) -> 
             raise DtoolError(
                 f"{library} has no kernels for this model on {', '.join(lacking)}",
                 expected=f"head_dim {values.get('head_dim')}, {values.get('num_heads')} heads over "
-                f"{values.get('num_kv_heads')}, cache {values.get('cache_format')}, {facts.compute_dtype}",
+                f"{values.get('num_kv_heads')}, cache {_cache(values)}, {facts.compute_dtype}",
                 found="; ".join(
-                    f"head_dim {specs[i]['head_dim']}, cache {specs[i]['cache_format']}, {dtype}, sm{sm}"
+                    f"head_dim {specs[i]['head_dim']}, cache {_cache(specs[i])}, {dtype}, sm{sm}"
                     for i, dtype, sm in sorted(held)
                 ),
                 fix=rebuild,
             )
+
+
+def _cache(values: Mapping[str, Any]) -> str:
+    return f"{values.get('cache_format')}{' with a scale per token' if values.get('token_scales') else ''}"
 
 
 def _same(stored: Any, described: Any) -> bool:

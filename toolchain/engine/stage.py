@@ -20,7 +20,8 @@ from toolchain.artifact import (
 from toolchain.engine.preflight import preflight, require_backend
 from toolchain.engine.targets import Target
 from toolchain.errors import DtoolError
-from toolchain.recipe import Engine, Recipe
+from toolchain.recipe import Recipe
+from toolchain.recipe_sections import Engine
 
 STAGE = "engine"
 SOURCES = ("export", "quantize")

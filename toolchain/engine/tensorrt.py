@@ -29,9 +29,11 @@ from toolchain.engine.profiles import (
 from toolchain.engine.report import engine_entry, read_graph, verify_engine
 from toolchain.engine.targets import Target
 from toolchain.graph_io import Phase, graph_io
+from toolchain.model.caches import caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.ops.plugin.toolkit import cache_folder
-from toolchain.recipe import Engine, Range, Recipe
+from toolchain.recipe import Recipe
+from toolchain.recipe_sections import Engine, Range
 
 SCRATCH, PLUGINS = ".build", "plugin"
 PLUGIN_LIBRARY = "libdtool_attention.so"
@@ -174,7 +176,8 @@ def _timings(result: BuildResult) -> dict[str, Any]:
 
 
 def _profiles(source: Artifact, config: DecoderConfig, engine: Engine, plan: EnginePlan) -> dict[str, Profile]:
-    contract = graph_io(config, plan.graph, source.manifest.kv_contract["dtype"])
+    caches = caches_of(source.manifest.kv_contract, config.num_hidden_layers)
+    contract = graph_io(config, plan.graph, caches)
     tokens = {"prefill": engine.prompt_len, "decode": Range(min=1, opt=1, max=1)}
     return {phase: build_profile(contract, engine, tokens[phase]) for phase in plan.phases}
 

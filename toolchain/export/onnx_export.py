@@ -36,11 +36,12 @@ from toolchain.graph_io import (
     past_name,
     present_name,
 )
+from toolchain.model.caches import CacheFormat
 from toolchain.model.config import DecoderConfig, Layer
 from toolchain.model.decoder import Decoder, attention_spec, experts_spec
 from toolchain.model.positions import SINUSOIDAL, rope_table_names
 from toolchain.ops.experts_body import EXPERTS, experts_body
-from toolchain.ops.function_body import DOMAIN, OP_TYPE, OPSET, attention_function, node_attributes
+from toolchain.ops.function_body import DOMAIN, OP_TYPE, OPSET, attention_functions, node_attributes
 
 IR_VERSION = 10
 LAYER_SCOPE = "decoder.model.layers.{}"
@@ -228,10 +229,10 @@ def build_graph(
     traced: TracedModel, config: DecoderConfig, phase: Phase, initializers: Mapping[str, ir.TensorProtocol]
 ) -> tuple[ir.Model, GraphIO]:
     """The ONNX model of one phase; `initializers` holds every parameter and position table by name."""
-    contract = graph_io(config, phase, traced.compute_dtype)
+    contract = graph_io(config, phase, (CacheFormat(traced.compute_dtype),) * config.num_hidden_layers)
     graph = _Stamper(traced, config, phase, initializers, contract).build()
     model = ir.Model(graph, ir_version=IR_VERSION, producer_name="dtool", functions=[])
-    bodies = [attention_function([attention_spec(config, i) for i in range(config.num_hidden_layers)])]
+    bodies = attention_functions(attention_spec(config, i) for i in range(config.num_hidden_layers))
     if any(layer.experts for layer in traced.layers):
         bodies.append(experts_body(experts_spec(config), decode=phase == "decode"))
     for body in map(ir.serde.deserialize_function, bodies):

@@ -1,12 +1,13 @@
 """`dtool export`: a checkpoint folder becomes three ONNX graphs over one weights file."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolchain.artifact import Artifact, check_output, create_artifact, hash_file, open_artifact, stage_key
 from toolchain.export.weights import checkpoint_identity, write_weights
 from toolchain.graph_io import CACHE_LAYOUT, GRAPH_FILES, PHASES, external_initializer, graph_io
+from toolchain.model.caches import CacheFormat, describe_caches
 from toolchain.model.checkpoint import Checkpoint, open_checkpoint
 from toolchain.model.config import DecoderConfig
 from toolchain.recipe import Recipe
@@ -39,7 +40,7 @@ def export_checkpoint(
         draft.recipe = recipe.sections(STAGE)
         draft.packages = PACKAGES
         draft.key = stage_key(STAGE, draft.lineage, draft.recipe, PACKAGES)
-        draft.kv_contract = kv_contract(checkpoint.config, recipe.compute_dtype)
+        draft.kv_contract = kv_contract(checkpoint.config, CacheFormat(recipe.compute_dtype))
         draft.details = {
             "source_dtype": checkpoint.config.dtype,
             "compute_dtype": recipe.compute_dtype,
@@ -72,11 +73,11 @@ def stored_names(checkpoint: Checkpoint) -> dict[str, list[str]]:
     }
 
 
-def kv_contract(config: DecoderConfig, cache_dtype: str) -> dict[str, object]:
+def kv_contract(config: DecoderConfig, cache: CacheFormat) -> dict[str, object]:
     """How another host must lay out a cache to exchange it with these graphs."""
     return {
         "layout": CACHE_LAYOUT,
-        "dtype": cache_dtype,
+        **describe_caches([cache]),
         "layers": config.num_hidden_layers,
         "kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -111,6 +112,6 @@ def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def contract_tables(config: DecoderConfig, cache_dtype: str) -> str:
+def contract_tables(config: DecoderConfig, caches: Sequence[CacheFormat]) -> str:
     """The GraphIO tables of the phases a user calls, as text."""
-    return "\n\n".join(f"{p}\n{graph_io(config, p, cache_dtype).table()}" for p in ("prefill", "decode"))
+    return "\n\n".join(f"{p}\n{graph_io(config, p, caches).table()}" for p in ("prefill", "decode"))

@@ -14,18 +14,20 @@ Parameters come from `parameter_shapes`, which the decoder itself is held to, so
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolchain.errors import DtoolError, did_you_mean
 from toolchain.formats import FORMATS
+from toolchain.model.caches import CacheFormat, cache_format_named, name_caches
 from toolchain.model.config import DecoderConfig
 from toolchain.model.parameters import EMBEDDING, POSITIONS, parameter_shapes
 
 DEFAULT_CONTEXT = 4096
 TRAINING_BYTES_PER_PARAMETER = 16
 SCALE_BYTES = FORMATS["float32"].bytes
-CACHE_FORMATS = ("float32", "float16", "bfloat16", "int8", "fp8_e4m3")
+CACHE_FORMATS = ("float32", "float16", "bfloat16", "int8", "fp8_e4m3", "int8_token", "fp8_e4m3_token")
 _COMPONENT_OF_PART = {
     "qkv_proj": "attention_qkv",
     "o_proj": "attention_output",
@@ -85,12 +87,33 @@ WEIGHT_FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is served: `batch` sequences of `context_tokens` tokens, weights and cache in these formats."""
+    """What is served: `batch` sequences of `context_tokens` tokens, weights and cache in these formats.
+
+    `cache` names what `layer_caches` says of every layer.
+    """
 
     context_tokens: int
     batch: int
     weights: str
-    cache: str
+    layer_caches: tuple[CacheFormat, ...]
+
+    @property
+    def cache(self) -> str:
+        """The caches in a few words."""
+        return name_caches(self.layer_caches)
+
+    def kv_bytes_per_token(self, config: DecoderConfig) -> int:
+        """Cache bytes of one token of one sequence in all layers."""
+        return sum(cache.token_bytes(config.num_key_value_heads, config.head_dim) for cache in self.layer_caches)
+
+    def document(self) -> dict[str, Any]:
+        """JSON types."""
+        return {
+            "context_tokens": self.context_tokens,
+            "batch": self.batch,
+            "weights": self.weights,
+            "cache": self.cache,
+        }
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -104,8 +127,12 @@ def make_setting(
     batch: int = 1,
     weights: str | None = None,
     cache: str | None = None,
+    *,
+    layer_caches: Sequence[CacheFormat] = (),
 ) -> Setting:
     """A setting this model can be served in, None being the default: 4096 tokens or all it has, float16.
+
+    `layer_caches`: those of an artifact, which hold unless `cache` asks for another.
 
     Raises DtoolError for an unknown format and for more tokens than the model has positions for.
     """
@@ -117,11 +144,12 @@ def make_setting(
             found=str(context),
             fix="give a smaller --context",
         )
-    weights, cache = weights or "float16", cache or "float16"
+    asked, weights, cache = cache is not None, weights or "float16", cache or "float16"
     for kind, name, known in (("weight", weights, tuple(WEIGHT_FORMATS)), ("cache", cache, CACHE_FORMATS)):
         if name not in known:
             raise DtoolError(f"unknown {kind} format {name!r}", fix=did_you_mean(name, known))
-    return Setting(context, batch, weights, cache)
+    alike = (cache_format_named(cache),) * config.num_hidden_layers
+    return Setting(context, batch, weights, alike if asked or not layer_caches else tuple(layer_caches))
 
 
 def component_of(name: str) -> str:
@@ -161,12 +189,9 @@ def weight_bytes(config: DecoderConfig, weights: str) -> dict[str, int]:
 
 
 def kv_bytes_per_token(config: DecoderConfig, cache: str) -> int:
-    """Cache bytes of one token of one sequence: 2 L K D elements; static scales belong to no token."""
-    return config.num_hidden_layers * _kv_bytes_per_layer(config, cache)
-
-
-def _kv_bytes_per_layer(config: DecoderConfig, cache: str) -> int:
-    return 2 * config.num_key_value_heads * config.head_dim * FORMATS[cache].bytes
+    """Cache bytes of one token of one sequence: 2 L K D elements, and scales where each token has some."""
+    one = cache_format_named(cache).token_bytes(config.num_key_value_heads, config.head_dim)
+    return config.num_hidden_layers * one
 
 
 def training_bytes(config: DecoderConfig) -> int:
@@ -215,14 +240,13 @@ def prefill_work(config: DecoderConfig, setting: Setting) -> Work:
     """
     tokens = setting.context_tokens
     seen = sum(_prompt_pairs(tokens, config.layer(i).window) for i in range(config.num_hidden_layers))
-    moved = 2 * tokens * config.num_hidden_layers
-    return _work(config, setting, tokens, seen, moved)
+    return _work(config, setting, tokens, seen, [2 * tokens] * config.num_hidden_layers)
 
 
 def decode_work(config: DecoderConfig, setting: Setting) -> Work:
     """One more token in every sequence, number `context_tokens` = t: it sees min(t, w) tokens, itself among them."""
-    seen = sum(_seen(setting.context_tokens, config.layer(i).window) for i in range(config.num_hidden_layers))
-    return _work(config, setting, 1, seen, seen + config.num_hidden_layers)
+    seen = [_seen(setting.context_tokens, config.layer(i).window) for i in range(config.num_hidden_layers)]
+    return _work(config, setting, 1, sum(seen), [count + 1 for count in seen])
 
 
 def _seen(token: int, window: int) -> int:
@@ -235,10 +259,10 @@ def _prompt_pairs(tokens: int, window: int) -> int:
     return ramp * (ramp + 1) // 2 + (tokens - ramp) * ramp
 
 
-def _work(config: DecoderConfig, setting: Setting, tokens: int, seen: int, moved: int) -> Work:
+def _work(config: DecoderConfig, setting: Setting, tokens: int, seen: int, moved: Sequence[int]) -> Work:
     """A step of `tokens` new tokens a sequence.
 
-    `seen`: query-key pairs of a sequence, `moved`: cache entries read and written, both summed over layers.
+    `seen`: query-key pairs of a sequence in all layers, `moved`: cache entries read and written in each layer.
     """
     elements: Counter[str] = Counter()
     for name, shape in parameter_shapes(config).items():
@@ -250,11 +274,12 @@ def _work(config: DecoderConfig, setting: Setting, tokens: int, seen: int, moved
     head = config.vocab_size * config.hidden_size
     attention = 4 * config.num_attention_heads * config.head_dim * seen
     batch = setting.batch
+    sizes = [cache.token_bytes(config.num_key_value_heads, config.head_dim) for cache in setting.layer_caches]
     return Work(
         product_flops=2 * batch * tokens * products,
         float_flops=batch * (2 * tokens * elements["router"] + 2 * head + attention),
         weight_bytes=_weights_read(config, setting, batch * tokens),
-        kv_bytes=batch * moved * _kv_bytes_per_layer(config, setting.cache),
+        kv_bytes=batch * sum(count * size for count, size in zip(moved, sizes, strict=True)),
     )
 
 

@@ -23,30 +23,34 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
-from toolchain.formats import format_named
+from toolchain.formats import format_named, format_of
+from toolchain.model.caches import SCALE_PARTS, CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.model.positions import SINUSOIDAL, position_tables, rope_table_names
 from toolchain.model.quantized import InputShape
 from toolchain.ops.attention import AttentionSpec, attend_in_place, fused_attention
 from toolchain.ops.experts import ACTIVATIONS, ExpertsSpec, experts, mix_experts
 
-LayerCache = tuple[torch.Tensor, torch.Tensor]
+LayerCache = tuple[torch.Tensor, ...]
+"""Key and value cache [B, K, C, D], and where tokens have scales of their own those of both, float32 [B, K, C]."""
+Pair = tuple[torch.Tensor, torch.Tensor]
 HALF_PRODUCT_ROWS = 8
 
 
-def attention_spec(config: DecoderConfig, layer: int, cache_format: str = "none") -> AttentionSpec:
-    """The attributes of one layer's attention node."""
+def attention_spec(config: DecoderConfig, layer: int, cache: CacheFormat | None = None) -> AttentionSpec:
+    """The attributes of one layer's attention node; without `cache` it keeps values."""
     return AttentionSpec(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         scale=config.score_scale,
         rotary_dim=config.rotary_dim,
-        cache_format=cache_format,
+        cache_format=cache.dtype if cache is not None and cache.quantized else "none",
         interleaved=config.rope_interleaved,
         softcap=config.attention_softcap,
         window=config.layer(layer).window,
         qk_norm_eps=config.norm_eps if config.qk_norm == "head" else 0.0,
+        token_scales=cache is not None and cache.token_scales,
     )
 
 
@@ -137,19 +141,21 @@ class Attention(nn.Module):
         elif config.qk_norm != "none":
             widths = self.sizes[:2] if config.qk_norm == "width" else (config.head_dim,) * 2
             self.q_norm, self.k_norm = (Norm(config, width, bias=False) for width in widths)
-        self.scales_K: LayerCache | None = None
+        self.scales_K: Pair | None = None
 
     def forward(
-        self, x_BTE: torch.Tensor, rope: LayerCache, past_lengths_B: torch.Tensor, cache: LayerCache
+        self, x_BTE: torch.Tensor, rope: Pair, past_lengths_B: torch.Tensor, cache: LayerCache
     ) -> tuple[torch.Tensor, LayerCache]:
-        inputs = (self.packed(x_BTE), *rope, past_lengths_B, *cache)
+        key_cache, value_cache, *token_scales = cache
+        inputs = (self.packed(x_BTE), *rope, past_lengths_B, key_cache, value_cache)
         norms: list[Any] = [self.q_norm, self.k_norm] if self.qk_norm == "head" else []
         norms_D: Any = tuple(norm.multiplier() for norm in norms) or None
         if torch.compiler.is_exporting():
             heads = (self.spec.num_heads, self.spec.num_kv_heads)
             out_BTE, *new_cache = fused_attention(*inputs, list(norms_D or ()), *heads)
             return self.o_proj(out_BTE), (new_cache[0], new_cache[1])
-        out_BTE = attend_in_place(*inputs, self.spec, scales_K=self.scales_K, norms_D=norms_D)
+        scales: Any = tuple(token_scales) if self.spec.token_scales else self.scales_K
+        out_BTE = attend_in_place(*inputs, self.spec, scales=scales, norms_D=norms_D)
         return self.o_proj(out_BTE), cache
 
     def packed(self, x_BTE: torch.Tensor) -> torch.Tensor:
@@ -161,9 +167,13 @@ class Attention(nn.Module):
             qkv_BTN = torch.cat(parts, dim=-1)
         return qkv_BTN.clamp(-self.clip, self.clip) if self.clip else qkv_BTN
 
-    def quantize_cache(self, scales_K: LayerCache, cache_format: str) -> None:
-        """Keep codes of `cache_format` in the cache from now on, with these float32 scales [K] of K and V."""
-        self.scales_K, self.spec = scales_K, replace(self.spec, cache_format=cache_format)
+    def quantize_cache(self, cache_format: str, scales_K: Pair | None = None) -> None:
+        """Keep codes of `cache_format` in the cache from now on.
+
+        With float32 `scales_K` [K] of K and V these are static; without, every token gets scales of its own.
+        """
+        self.scales_K = scales_K
+        self.spec = replace(self.spec, cache_format=cache_format, token_scales=scales_K is None)
 
 
 class FeedForward(nn.Module):
@@ -250,7 +260,7 @@ class Block(nn.Module):
         self.post_mlp_layernorm = Norm(config) if after else nn.Identity()
 
     def forward(
-        self, x_BTE: torch.Tensor, rope: LayerCache, past_lengths_B: torch.Tensor, cache: LayerCache
+        self, x_BTE: torch.Tensor, rope: Pair, past_lengths_B: torch.Tensor, cache: LayerCache
     ) -> tuple[torch.Tensor, LayerCache]:
         read_BTE = x_BTE if self.stream else self.input_layernorm(x_BTE)
         attended_BTE, cache = self.self_attn(read_BTE, rope, past_lengths_B, cache)
@@ -328,7 +338,7 @@ class Decoder(nn.Module):
             return x_BTE + self.model.embed_positions(positions_BT + config.position_offset)
         return x_BTE + F.embedding(positions_BT, self.tables[SINUSOIDAL]).to(x_BTE.dtype)
 
-    def layer_rope(self, layer: int) -> LayerCache:
+    def layer_rope(self, layer: int) -> Pair:
         """Cosine and sine tables [context_len, rotary_dim / 2] of one layer."""
         cos, sin = rope_table_names(self.config.layer(layer).rope)
         return self.tables[cos], self.tables[sin]
@@ -348,9 +358,19 @@ class Decoder(nn.Module):
         """The type of everything that is not quantized."""
         return self.model.embed_tokens.weight.dtype
 
-    def new_caches(self, batch: int, capacity: int, cache_format: str = "none") -> list[LayerCache]:
-        """Zeroed caches [B, K, C, D] for every layer, in the compute dtype or the cache's format."""
-        shape = (batch, self.config.num_key_value_heads, capacity, self.config.head_dim)
-        dtype = self.compute_dtype if cache_format == "none" else format_named(cache_format).torch_dtype
-        options = {"dtype": dtype, "device": self.model.embed_tokens.weight.device}
-        return [(torch.zeros(shape, **options), torch.zeros(shape, **options)) for _ in self.model.layers]
+    def cache_formats(self) -> tuple[CacheFormat, ...]:
+        """How each layer keeps its keys and values."""
+        plain = format_of(self.model.embed_tokens.weight)
+        blocks: list[Any] = list(self.model.layers)
+        specs: list[AttentionSpec] = [block.self_attn.spec for block in blocks]
+        return tuple(CacheFormat(s.cache_format if s.quantized else plain, s.token_scales) for s in specs)
+
+    def new_caches(self, batch: int, capacity: int) -> list[LayerCache]:
+        """Zeroed caches for every layer, in its own format; see `LayerCache`."""
+        slots, device = (batch, self.config.num_key_value_heads, capacity), self.model.embed_tokens.weight.device
+
+        def zeros(cache: CacheFormat, part: str) -> torch.Tensor:
+            shape = slots if part in SCALE_PARTS else (*slots, self.config.head_dim)
+            return torch.zeros(shape, dtype=format_named(cache.part_format(part)).torch_dtype, device=device)
+
+        return [tuple(zeros(cache, part) for part in cache.parts) for cache in self.cache_formats()]

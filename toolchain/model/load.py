@@ -10,6 +10,7 @@ from torch import nn
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
 from toolchain.formats import format_named
+from toolchain.model.caches import caches_of
 from toolchain.model.checkpoint import Parameter, open_checkpoint
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Decoder
@@ -38,8 +39,8 @@ def load_decoder(folder: Path, dtype: str = "float32", context_len: int | None =
     return decoder
 
 
-def load_artifact_decoder(artifact: Artifact) -> tuple[Decoder, str]:
-    """The decoder of an export or quantized artifact, with its exact rounding, and its cache format."""
+def load_artifact_decoder(artifact: Artifact) -> Decoder:
+    """The decoder of an export or quantized artifact, with its exact rounding."""
     if "weights.safetensors" not in artifact.manifest.files or artifact.manifest.stage == "engine":
         raise DtoolError(
             f"{artifact.path} holds no weights by parameter name",
@@ -59,11 +60,12 @@ def load_artifact_decoder(artifact: Artifact) -> tuple[Decoder, str]:
     rounding = {name: tuple(how) for name, how in details.get("rounded_inputs", {}).items()}
     _install_quantized(decoder, entries, rounding, format_named(dtype).torch_dtype)
     _install_bases(decoder, entries)
-    cache_format = str(details.get("kv_format", "none"))
-    if cache_format != "none":
-        _install_cache_scales(decoder, entries, cache_format)
+    for i, cache in enumerate(caches_of(artifact.manifest.kv_contract, config.num_hidden_layers)):
+        if cache.quantized:
+            scales = None if cache.token_scales else _cache_scales(entries, i)
+            decoder.model.layers[i].self_attn.quantize_cache(cache.dtype, scales)  # type: ignore[operator]
     _refuse_meta(decoder)
-    return decoder.eval(), cache_format
+    return decoder.eval()
 
 
 def empty_decoder(config: DecoderConfig) -> Decoder:
@@ -137,7 +139,6 @@ def _install_bases(decoder: Decoder, entries: Mapping[str, TensorEntry]) -> None
             block.mlp.shape = InputShape(rotation_nn, *excess)  # type: ignore[union-attr]
 
 
-def _install_cache_scales(decoder: Decoder, entries: Mapping[str, TensorEntry], cache_format: str) -> None:
-    for i, block in enumerate(decoder.model.layers):
-        key, value = (read_tensor(entries[f"model.layers.{i}.self_attn.{scale}"]) for scale in KV_SCALES)
-        block.self_attn.quantize_cache((key, value), cache_format)  # type: ignore[operator]
+def _cache_scales(entries: Mapping[str, TensorEntry], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = (read_tensor(entries[f"model.layers.{layer}.self_attn.{scale}"]) for scale in KV_SCALES)
+    return key, value

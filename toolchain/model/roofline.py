@@ -10,7 +10,7 @@ FLOPs of two formats are timed at their own rates and added. Peaks are the vendo
 import re
 import tomllib
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def largest_batch(config: DecoderConfig, setting: Setting, gpu: Gpu) -> int | No
     room = USABLE_MEMORY * gpu.memory_bytes.value - sum(weight_bytes(config, setting.weights).values())
     if room < 0:
         return None
-    return int(room // (kv_bytes_per_token(config, setting.cache) * setting.context_tokens))
+    return int(room // (setting.kv_bytes_per_token(config) * setting.context_tokens))
 
 
 def account(config: DecoderConfig, setting: Setting, gpus: Iterable[Gpu]) -> dict[str, Any]:
@@ -114,12 +114,13 @@ def account(config: DecoderConfig, setting: Setting, gpus: Iterable[Gpu]) -> dic
     parameters, active = count_parameters(config), count_active(config)
     prefill, sweep = prefill_work(config, setting), _decode_sweep(config, setting)
     return {
-        "setting": asdict(setting),
+        "setting": setting.document(),
         "parameters": {"total": sum(parameters.values()), "components": parameters},
         "active_parameters_per_token": {"total": sum(active.values()), "components": active},
         "weights_bytes": {name: sum(weight_bytes(config, name).values()) for name in WEIGHT_FORMATS},
-        "kv_cache_bytes_per_token": {name: kv_bytes_per_token(config, name) for name in CACHE_FORMATS},
-        "kv_cache_bytes": kv_bytes_per_token(config, setting.cache) * setting.context_tokens * setting.batch,
+        "kv_cache_bytes_per_token": {name: kv_bytes_per_token(config, name) for name in CACHE_FORMATS}
+        | {setting.cache: setting.kv_bytes_per_token(config)},
+        "kv_cache_bytes": setting.kv_bytes_per_token(config) * setting.context_tokens * setting.batch,
         "training_memory_bytes": training_bytes(config),
         "expected_experts_per_decode_step": expected_experts(config, setting.batch) if config.num_experts else None,
         "prefill": prefill.document(),

@@ -4,7 +4,9 @@ For a row with `p` cached tokens and T new ones, token i (0 <= i < T) sits at po
 
     q, k          normed per head (if asked):  x / sqrt(mean(x^2) + eps) * w    arXiv 1910.07467 eq. 4
     q, k          rotated by R(p + i) over the first rotary_dim dims            RoFormer, arXiv 2104.09864 eq. 34
-    cache[p + i]  = k, v   (quantized: code of x / scale, one scale per KV head, for K and V apart)
+    cache[p + i]  = k, v   (quantized: code of x / scale, for K and V apart, with
+                            one static scale per KV head, or scale = max|x| / qmax of this token and KV head,
+                            kept in the cache beside its code)
     s_ij          = scale * q_i . K[j];  cap * tanh(s / cap) if capped          Gemma 2, arXiv 2408.00118
     out_i         = softmax_j(s_ij) . V[j]    over  p + i - window < j <= p + i   arXiv 1706.03762 eq. 1
 
@@ -28,15 +30,18 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
-from toolchain.numerics import dequantize, quantize
+from toolchain.numerics import dequantize, quantize, token_scale
 
-ABI = 2
+ABI = 3
 """Version of the op's inputs and attributes; a graph of another abi is refused by the plugin."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The attributes of one attention node. Zero turns softcap, window and qk_norm_eps (QK-norm) off."""
+    """The attributes of one attention node. Zero turns softcap, window and qk_norm_eps (QK-norm) off.
+
+    `token_scales`: each token of a quantized cache has scales of its own, in the cache.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -48,6 +53,7 @@ class AttentionSpec:
     softcap: float = 0.0
     window: int = 0
     qk_norm_eps: float = 0.0
+    token_scales: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -89,14 +95,15 @@ def attend_in_place(
     value_cache_BKCD: torch.Tensor,
     spec: AttentionSpec,
     *,
-    scales_K: tuple[torch.Tensor, torch.Tensor] | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     norms_D: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The attention output [B, T, H*D]; writes the new keys and values into the caches.
 
     The caches are fp tensors of the compute dtype, or codes (int8, float8_e4m3fn) with float32
-    `scales_K` for K and V. `norms_D` are the weights of QK-norm for q and k. The caller has checked
-    that past + T fits the capacity.
+    `scales` for K and V: static ones [K], or with `token_scales` those of every slot [B, K, C], which
+    are written as the caches are. `norms_D` are the weights of QK-norm for q and k. The caller has
+    checked that past + T fits the capacity.
     """
     batch, new = qkv_BTN.shape[:2]
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -113,9 +120,9 @@ def attend_in_place(
     k_BTKD = rotate(k_BTKD, cos_BT1R, sin_BT1R, interleaved=spec.interleaved)
 
     seen = int(past_lengths_B.max()) + new
-    key_scale_K, value_scale_K = scales_K or (None, None)
-    keys_BKSD = _store(key_cache_BKCD, k_BTKD, key_scale_K, positions_BT, seen, spec.cache_format)
-    values_BKSD = _store(value_cache_BKCD, v_BTKD, value_scale_K, positions_BT, seen, spec.cache_format)
+    key_scale, value_scale = scales or (None, None)
+    keys_BKSD = _store(key_cache_BKCD, k_BTKD, key_scale, positions_BT, seen, spec)
+    values_BKSD = _store(value_cache_BKCD, v_BTKD, value_scale, positions_BT, seen, spec)
 
     slots_S = torch.arange(seen, device=qkv_BTN.device)
     written_B1S1 = (slots_S < past_lengths_B[:, None] + new)[:, None, :, None]
@@ -144,20 +151,26 @@ def _norm(x_BTND: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Ten
 def _store(
     cache_BKCD: torch.Tensor,
     x_BTKD: torch.Tensor,
-    scale_K: torch.Tensor | None,
+    scale: torch.Tensor | None,
     positions_BT: torch.Tensor,
     seen: int,
-    cache_format: str,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Write the new tokens and return slots 0..seen-1 as values of the compute dtype."""
     rows_B1 = torch.arange(x_BTKD.shape[0], device=x_BTKD.device)[:, None]
-    if scale_K is None:
+    if scale is None:
         cache_BKCD[rows_B1, :, positions_BT] = x_BTKD.to(cache_BKCD.dtype)
         return cache_BKCD[:, :, :seen]
-    codes = quantize(x_BTKD, scale_K[:, None], cache_format)
+    if spec.token_scales:
+        new_BTK1 = token_scale(x_BTKD, spec.cache_format)
+        scale[rows_B1, :, positions_BT] = new_BTK1.squeeze(-1)
+        read_BKS1 = scale[:, :, :seen, None]
+    else:
+        new_BTK1, read_BKS1 = scale[None, None, :, None], scale[None, :, None, None]
+    codes = quantize(x_BTKD, new_BTK1, spec.cache_format)
     # bytes are moved as bytes: torch cannot index float8 tensors on every device
     cache_BKCD.view(torch.int8)[rows_B1, :, positions_BT] = codes.view(torch.int8)
-    return dequantize(cache_BKCD[:, :, :seen], scale_K[:, None, None]).to(x_BTKD.dtype)
+    return dequantize(cache_BKCD[:, :, :seen], read_BKS1).to(x_BTKD.dtype)
 
 
 @torch.library.custom_op("dtool::fused_attention", mutates_args=())

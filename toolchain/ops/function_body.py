@@ -5,24 +5,28 @@ the checker. Rules learnt the hard way: an explicit mask (ONNX `is_causal` align
 once a cache is there); one output per Attention; formal names with a prefix of their own; as many
 inputs on the node as the function has; sizes baked in, since a Reshape target cannot be an
 attribute. The poison guard keeps whatever lies in slots beyond the valid length out of the
-products (0 * NaN is NaN). Layers of one model differ in their window alone, which the body reads from
-its node, so one function serves all of them.
+products (0 * NaN is NaN). Layers of one model differ in their window, which the body reads from its node,
+and in their cache: each kind of cache is an overload of the function, which nodes and bodies name.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import replace
 
 import onnx
 import onnx_ir as ir
 
+from toolchain.numerics import CODE_RANGE, SMALLEST_SCALE
 from toolchain.ops.attention import ABI, AttentionSpec
 
 DOMAIN = "dtool"
 OP_TYPE = "FusedAttention"
 OPSET = 24
 INPUTS = ("qkv", "cos", "sin", "past_lengths", "past_key", "past_value")
+OUTPUTS = ("out", "present_key", "present_value")
 SCALE_INPUTS = ("key_scale", "value_scale")
-"""Follow INPUTS when the cache is quantized."""
+"""Follow INPUTS when the cache is quantized; with scales per token they are caches themselves."""
+SCALE_OUTPUTS = ("present_key_scale", "present_value_scale")
+"""Follow OUTPUTS when every token has scales of its own."""
 NORM_INPUTS = ("q_norm", "k_norm")
 """Come last, when queries and keys are normed."""
 
@@ -59,10 +63,28 @@ _ROTATED = """
 
 _STORE = '  fa_present_{name} = TensorScatter <axis=2, mode="linear"> (fa_past_{name}, fa_{x}_ready, fa_past_lengths)\n'
 
-_SCALED = """
+_AS_FLOAT = "  fa_{x}_float = Cast <to=1> (fa_{x}_ready)\n"
+
+_STATIC_SCALE = """
   fa_{x}_scale_shape = Constant <value_ints=[{kv_heads}, 1, 1]> ()
   fa_{x}_scale = Reshape (fa_{name}_scale, fa_{x}_scale_shape)
-  fa_{x}_float = Cast <to=1> (fa_{x}_ready)
+"""
+
+_OWN_SCALE = """
+  fa_{x}_dims = Constant <value_ints=[-1]> ()
+  fa_{x}_floor = Constant <value_float={floor}> ()
+  fa_{x}_qmax = Constant <value_float={qmax}> ()
+  fa_{x}_size = Abs (fa_{x}_float)
+  fa_{x}_largest = ReduceMax <keepdims=1> (fa_{x}_size, fa_{x}_dims)
+  fa_{x}_amax = Max (fa_{x}_largest, fa_{x}_floor)
+  fa_{x}_scale = Div (fa_{x}_amax, fa_{x}_qmax)
+  fa_{x}_scale_row = Squeeze (fa_{x}_scale, fa_{x}_dims)
+  fa_present_{name}_scale = TensorScatter <axis=2, mode="linear">
+    (fa_{name}_scale, fa_{x}_scale_row, fa_past_lengths)
+  fa_{x}_read = Unsqueeze (fa_present_{name}_scale, fa_{x}_dims)
+"""
+
+_SCALED = """
   fa_{x}_scaled = Div (fa_{x}_float, fa_{x}_scale)
   fa_{x}_unit = Constant <value_float=1.0> ()
 """
@@ -71,7 +93,7 @@ _STORE_INT8 = """
   fa_{x}_zero = Constant <value: tensor = int8 {{0}}> ()
   fa_{x}_codes = QuantizeLinear (fa_{x}_scaled, fa_{x}_unit, fa_{x}_zero)
   fa_present_{name} = TensorScatter <axis=2, mode="linear"> (fa_past_{name}, fa_{x}_codes, fa_past_lengths)
-  fa_{name}_float = DequantizeLinear <axis=1> (fa_present_{name}, fa_{name}_scale)
+  fa_{name}_float = DequantizeLinear <{by}> (fa_present_{name}, {scale})
   fa_{name}_value = CastLike (fa_{name}_float, fa_qkv)
 """
 
@@ -86,7 +108,7 @@ _STORE_FP8 = """
   fa_{x}_past = Cast <to=1> (fa_past_{name})
   fa_{name}_codes = TensorScatter <axis=2, mode="linear"> (fa_{x}_past, fa_{x}_codes, fa_past_lengths)
   fa_present_{name} = Cast <to=17> (fa_{name}_codes)
-  fa_{name}_float = Mul (fa_{name}_codes, fa_{x}_scale)
+  fa_{name}_float = Mul (fa_{name}_codes, {factor})
   fa_{name}_value = CastLike (fa_{name}_float, fa_qkv)
 """
 
@@ -132,6 +154,32 @@ def input_names(spec: AttentionSpec) -> tuple[str, ...]:
     return (*INPUTS, *(SCALE_INPUTS if spec.quantized else ()), *(NORM_INPUTS if spec.qk_norm else ()))
 
 
+def output_names(spec: AttentionSpec) -> tuple[str, ...]:
+    """The node's outputs, in order: scales only where every token has some."""
+    return (*OUTPUTS, *(SCALE_OUTPUTS if spec.token_scales else ()))
+
+
+def overload(spec: AttentionSpec) -> str:
+    """Which of the functions serves a node: they differ in how the cache is stored."""
+    return f"{spec.cache_format}{'_token' * spec.token_scales}" if spec.quantized else ""
+
+
+def _stored(spec: AttentionSpec, name: str, x: str) -> str:
+    """New keys or values into the cache, and the whole cache as values: `fa_{name}_value` of a quantized one."""
+    store = _STORES[spec.cache_format]
+    if not spec.quantized:
+        return store.format(x=x, name=name)
+    if spec.token_scales:
+        qmax = CODE_RANGE[spec.cache_format][1]
+        made = _OWN_SCALE.format(x=x, name=name, floor=_float(SMALLEST_SCALE * qmax), qmax=_float(qmax))
+        by, scale, factor = f"axis=3, block_size={spec.head_dim}", f"fa_{x}_read", f"fa_{x}_read"
+    else:
+        made = _STATIC_SCALE.format(x=x, name=name, kv_heads=spec.num_kv_heads)
+        by, scale, factor = "axis=1", f"fa_{name}_scale", f"fa_{x}_scale"
+    body = _AS_FLOAT.format(x=x) + made + _SCALED.format(x=x)
+    return body + store.format(x=x, name=name, by=by, scale=scale, factor=factor)
+
+
 def function_body(
     spec: AttentionSpec, *, windowed: bool | None = None, poison_guard: bool = True
 ) -> onnx.FunctionProto:
@@ -148,10 +196,7 @@ def function_body(
             body, source = body + _NORMED.format(x=x, eps=_float(spec.qk_norm_eps)), f"fa_{x}_normed"
         rotary = spec.rotary_dim if spec.rotary_dim < spec.head_dim else 0  # 0: the whole head
         body += _ROTATED.format(x=x, source=source, rotary=rotary, interleaved=int(spec.interleaved))
-    for name, x in (("key", "k"), ("value", "v")):
-        if spec.quantized:
-            body += _SCALED.format(x=x, name=name, **sizes)
-        body += _STORES[spec.cache_format].format(x=x, name=name)
+    body += _stored(spec, "key", "k") + _stored(spec, "value", "v")
     key, value = ("fa_key_value", "fa_value_value") if spec.quantized else ("fa_present_key", "fa_present_value")
     if poison_guard:
         body += _GUARD.format(key=key, value=value)
@@ -163,11 +208,14 @@ def function_body(
     width = spec.num_heads * spec.head_dim
     body += _ATTEND.format(scale=_float(spec.scale), softcap=softcap, keys=key, values=value, width=width)
     formals = ", ".join(f"fa_{name}" for name in input_names(spec))
+    results = ", ".join(f"fa_{name}" for name in output_names(spec))
     attributes = " <window>" if windowed else ""
-    return onnx.parser.parse_function(
+    function = onnx.parser.parse_function(
         f'<opset_import: ["" : {OPSET}], domain: "{DOMAIN}">\n'
-        f"{OP_TYPE}{attributes} ({formals}) => (fa_out, fa_present_key, fa_present_value) {{{body}}}"
+        f"{OP_TYPE}{attributes} ({formals}) => ({results}) {{{body}}}"
     )
+    function.overload = overload(spec)
+    return function
 
 
 def _float(value: float) -> str:
@@ -176,11 +224,15 @@ def _float(value: float) -> str:
     return text if any(mark in text for mark in ".e") else f"{text}.0"
 
 
-def attention_function(specs: Collection[AttentionSpec], *, poison_guard: bool = True) -> onnx.FunctionProto:
-    """The one body for all attention nodes of a model, whose specs differ in their window alone."""
-    alike = {replace(spec, window=0) for spec in specs}
-    assert len(alike) == 1, alike
-    return function_body(alike.pop(), windowed=any(spec.window for spec in specs), poison_guard=poison_guard)
+def attention_functions(specs: Iterable[AttentionSpec], *, poison_guard: bool = True) -> list[onnx.FunctionProto]:
+    """The bodies for all attention nodes of a model: one for each kind of cache, whatever the windows."""
+    windows: dict[AttentionSpec, bool] = {}
+    for spec in specs:
+        alike = replace(spec, window=0)
+        windows[alike] = windows.get(alike, False) or bool(spec.window)
+    bodies = [function_body(spec, windowed=any_, poison_guard=poison_guard) for spec, any_ in windows.items()]
+    assert len({body.overload for body in bodies}) == len(bodies), list(windows)
+    return bodies
 
 
 def node_attributes(spec: AttentionSpec) -> list[ir.Attr]:
@@ -199,6 +251,7 @@ def node_attributes(spec: AttentionSpec) -> list[ir.Attr]:
                 "window": spec.window,
                 "qk_norm_eps": spec.qk_norm_eps,
                 "cache_format": spec.cache_format,
+                "token_scales": int(spec.token_scales),
                 "plugin_version": "1",
                 "plugin_namespace": DOMAIN,
             }

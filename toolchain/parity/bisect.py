@@ -26,6 +26,7 @@ import numpy as np
 
 from toolchain.artifact import Artifact
 from toolchain.graph_io import GRAPH_FILES, OUTPUT, PROJECTED, layer_value
+from toolchain.model.caches import caches_of
 from toolchain.model.config import MERGED, DecoderConfig
 from toolchain.model.decoder import Decoder
 from toolchain.numerics import logit_tolerance
@@ -73,11 +74,11 @@ class Probe:
     theirs: tuple[Array, ...]
 
 
-def find_divergence(artifact: Artifact, decoder: Decoder, cache_format: str = "none") -> Divergence | None:
+def find_divergence(artifact: Artifact, decoder: Decoder) -> Divergence | None:
     """The first tensor of an export or quantized artifact that departs from `decoder`; None when none does."""
     config, dtype = decoder.config, str(artifact.manifest.details.get("compute_dtype", "float32"))
     rounds = rounds_while_running(artifact)
-    for depth, probe in enumerate(run_probes(artifact, decoder, cache_format), 1):
+    for depth, probe in enumerate(run_probes(artifact, decoder), 1):
         tolerance = _tolerance(dtype, depth, config, rounds=rounds)
         error = max(relative_error(a, b) for a, b in zip(probe.ours, probe.theirs, strict=True))
         if not error <= tolerance:  # NaN is a divergence
@@ -92,7 +93,7 @@ def largest_growth(artifact: Artifact, decoder: Decoder) -> tuple[str, float, fl
     For an artifact that is expected to differ everywhere, since its weights are rounded.
     """
     worst, before, found = 0.0, 0.0, ("embedding", 0.0, 0.0)
-    for probe in run_probes(artifact, decoder, "none"):
+    for probe in run_probes(artifact, decoder):
         error = max(relative_error(a, b) for a, b in zip(probe.ours, probe.theirs, strict=True))
         growth = error / max(before, GROWTH_FLOOR)
         if growth > worst:
@@ -107,7 +108,7 @@ def rounds_while_running(artifact: Artifact) -> bool:
     return bool(details.get("rounded_inputs")) or details.get("kv_format", "none") != "none"
 
 
-def run_probes(artifact: Artifact, decoder: Decoder, cache_format: str) -> list[Probe]:
+def run_probes(artifact: Artifact, decoder: Decoder) -> list[Probe]:
     """Every tensor of the walk, from both sides, in the order of computation."""
     config = decoder.config
     chunks = np.random.default_rng(0).integers(0, config.vocab_size, (2, ROWS, CHUNK), np.int64)
@@ -115,8 +116,9 @@ def run_probes(artifact: Artifact, decoder: Decoder, cache_format: str) -> list[
     places = graph_places(artifact, config)
     values = list(dict.fromkeys(places.values()))
     session = _instrumented_session(artifact, values)
-    ours = run_chunks(session, config, str(artifact.manifest.kv_contract["dtype"]), list(chunks), values)
-    theirs = _run_decoder(decoder, cache_format, chunks)
+    caches = caches_of(artifact.manifest.kv_contract, config.num_hidden_layers)
+    ours = run_chunks(session, config, caches, list(chunks), values)
+    theirs = _run_decoder(decoder, chunks)
     return [
         Probe(tensor, value, tuple(c[value] for c in ours), tuple(c[tensor] for c in theirs))
         for tensor, value in places.items()
@@ -166,7 +168,7 @@ def _instrumented_session(artifact: Artifact, values: Sequence[str]) -> Any:
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _run_decoder(decoder: Decoder, cache_format: str, chunks: Array) -> list[dict[str, Array]]:
+def _run_decoder(decoder: Decoder, chunks: Array) -> list[dict[str, Array]]:
     """The same tensors from the torch decoder, by hooks."""
     seen: dict[str, Array] = {}
 
@@ -187,7 +189,7 @@ def _run_decoder(decoder: Decoder, cache_format: str, chunks: Array) -> list[dic
         handles.append(output.register_forward_pre_hook(keep_input(f"layers.{i}.attention")))
         handles.append(output.register_forward_hook(keep_output(layer_value(i, PROJECTED))))
         handles.append(block.register_forward_hook(keep_output(f"layers.{i}.output")))
-    runner = EagerRunner(decoder, cache_format)
+    runner = EagerRunner(decoder)
     state = runner.new_state(ROWS, chunks.shape[0] * chunks.shape[2])
     results = []
     try:

@@ -174,8 +174,9 @@ def _new_state(runner: Runner, trial: Trial) -> KVState:
 
 
 def read_caches(state: KVState) -> list[Array]:
-    """Every cache as bits [B, K, C, bytes of a slot], keys and values in turn."""
-    return [np.ascontiguousarray(_as_numpy(cache)).view(np.uint8) for cache in _flat(state.caches)]
+    """Every cache as bits [B, K, C, bytes of a slot], layer by layer; scales of tokens are caches too."""
+    arrays = (np.ascontiguousarray(_as_numpy(cache)) for cache in _flat(state.caches))
+    return [array.reshape(*array.shape[:3], -1).view(np.uint8) for array in arrays]
 
 
 def poison(state: KVState, *, finite: bool = False) -> None:
@@ -192,7 +193,7 @@ def poison(state: KVState, *, finite: bool = False) -> None:
 
 
 def _flat(caches: Sequence[Any]) -> list[Any]:
-    """The caches one by one; the eager ones come as (key, value) pairs."""
+    """The caches one by one; the eager ones come as a tuple for each layer."""
     return [part for item in caches for part in (item if isinstance(item, tuple) else (item,))]
 
 

@@ -26,7 +26,7 @@ from toolchain.artifact import Artifact
 from toolchain.graph_io import EMBEDDED, GRAPH_FILES, OUTPUT, layer_value
 from toolchain.model.decoder import Decoder
 from toolchain.parity.metrics import Row, gate_rows
-from toolchain.recipe import Gates
+from toolchain.recipe_sections import Gates
 from toolchain.runners.onnx import run_chunks
 
 Array = np.ndarray[Any, Any]
@@ -35,12 +35,12 @@ TOKENS, ROWS = 64, 2
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
-def layer_errors(artifact: Artifact, decoder: Decoder, cache_format: str, ids_BT: Array) -> Array:
+def layer_errors(artifact: Artifact, decoder: Decoder, ids_BT: Array) -> Array:
     """Relative error [layers, 2 chunks * B * T/2] of what each layer adds, per token."""
     half = ids_BT.shape[1] // 2
     chunks = [ids_BT[:, :half], ids_BT[:, half : 2 * half]]
     streams = _candidate_streams(artifact, decoder, chunks)
-    caches = decoder.new_caches(len(ids_BT), 2 * half, cache_format)
+    caches = decoder.new_caches(len(ids_BT), 2 * half)
     dtype = decoder.compute_dtype
     errors = []
     with torch.inference_mode():
@@ -69,7 +69,7 @@ def layer_rows(errors: Array, gates: Gates) -> list[Row]:
 def _candidate_streams(artifact: Artifact, decoder: Decoder, chunks: list[Array]) -> list[list[Array]]:
     """The residual stream of each chunk, float32 [layers + 1][B, T, E], from the evaluation graph."""
     session, names = _session_with_stream(artifact, decoder.config.num_hidden_layers)
-    found = run_chunks(session, decoder.config, str(artifact.manifest.kv_contract["dtype"]), chunks, names)
+    found = run_chunks(session, decoder.config, decoder.cache_formats(), chunks, names)
     return [[values[name] for name in names] for values in found]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pydantic
 import torch
 
-from toolchain.recipe import Gates
+from toolchain.recipe_sections import Gates
 
 Array = np.ndarray[Any, Any]
 CHUNK_POSITIONS = 64

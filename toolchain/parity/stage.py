@@ -25,7 +25,8 @@ from toolchain.parity.kv_contract import PHASE as KV_PHASE
 from toolchain.parity.kv_contract import check_kv_contract
 from toolchain.parity.metrics import LogitComparison, Row, gate_rows
 from toolchain.parity.page import parity_page
-from toolchain.recipe import Gates, Recipe, find_data
+from toolchain.recipe import Recipe, find_data
+from toolchain.recipe_sections import Gates
 from toolchain.report import Page
 from toolchain.runners.eager import EagerRunner
 from toolchain.runners.open import eager_runner, fake_quant_runner, open_runner
@@ -327,7 +328,7 @@ def _layer_rows(artifact: Artifact, references: list[_Reference], blocks: Array)
         runner = reference.runner
         if reference.name == "fake_quant" and isinstance(runner, EagerRunner):
             ids_BT = blocks[: layerwise.ROWS, : layerwise.TOKENS]
-            errors = layerwise.layer_errors(artifact, runner.decoder, runner.cache_format, ids_BT)
+            errors = layerwise.layer_errors(artifact, runner.decoder, ids_BT)
             rows += layerwise.layer_rows(errors, reference.gates)
     return rows
 
@@ -360,7 +361,7 @@ def _divergence(artifact: Artifact, references: list[_Reference], rows: list[Row
     report(f"looking for the first tensor that departs from {name}")
     reference = runners[name]
     assert isinstance(reference, EagerRunner)
-    found = find_divergence(artifact, reference.decoder, reference.cache_format)
+    found = find_divergence(artifact, reference.decoder)
     if found is not None:
         return f"against {name}, {found.text()}"
     agrees = f"no tensor of the evaluation graph departs from {name}"

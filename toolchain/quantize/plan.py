@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from toolchain.errors import DtoolError, did_you_mean
 from toolchain.model.config import DecoderConfig
 from toolchain.model.parameters import matrix_names, parameter_shapes
-from toolchain.recipe import Activations, Recipe, Weights
+from toolchain.recipe import Recipe
+from toolchain.recipe_sections import Activations, Weights
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 INT4_GROUPS = (128, 64, 32)
@@ -103,15 +104,15 @@ def legal_group(width: int, asked: int) -> int | None:
     return next((g for g in INT4_GROUPS if g <= asked and g < width and width % g == 0), None)
 
 
-def match_patterns(key: str, patterns: Iterable[str], names: list[str]) -> set[str]:
+def match_patterns(key: str, patterns: Iterable[str], names: list[str], what: str = "matrix") -> set[str]:
     """The names that glob patterns match. Raises DtoolError for one that matches nothing."""
     found: set[str] = set()
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
         if not matched:
             raise DtoolError(
-                f"{key} {pattern!r} matches no matrix",
-                expected="the name of a matrix or a glob pattern",
+                f"{key} {pattern!r} matches no {what}",
+                expected=f"the name of a {what} or a glob pattern",
                 found=pattern,
                 fix=did_you_mean(pattern, names),
             )

@@ -3,7 +3,7 @@
     weight-only   W -> DequantizeLinear(codes, scale)           axis 0; int4: axis 1 in blocks
     per token     s = max(|x|) / qmax;  x' = DQ(Q(x / s));  y = s * (x' . DQ(codes)^T)   all in float32
     static        x' = DQ(Q(x, s), s);  y = x' . DQ(codes)^T
-    cache         the attention node's scale inputs and cache_format; the graph's cache types
+    cache         the attention nodes' scale inputs, attributes and bodies; the graph's inputs and outputs
 
 The quantize scale of the token path is the constant 1, which keeps it legal where activations must
 have static scales (TensorRT), and the surrounding ordinary operators fuse. Elsewhere values are
@@ -22,15 +22,28 @@ import onnx
 import onnx_ir as ir
 
 from toolchain.formats import FORMATS
-from toolchain.graph_io import Phase, external_initializer, graph_io
+from toolchain.graph_io import Phase, TensorSpec, external_initializer, graph_io, past_name, present_name
+from toolchain.model.caches import SCALE_PARTS, CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import attention_spec
 from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX
 from toolchain.numerics import CODE_RANGE, SMALLEST_SCALE
-from toolchain.ops.function_body import DOMAIN, INPUTS, OP_TYPE, attention_function, input_names, node_attributes
+from toolchain.ops.attention import AttentionSpec
+from toolchain.ops.function_body import (
+    DOMAIN,
+    INPUTS,
+    OP_TYPE,
+    attention_functions,
+    input_names,
+    node_attributes,
+    output_names,
+    overload,
+)
+from toolchain.quantize.cache import ATTENTION_NAME
 from toolchain.quantize.graph_bases import write_bases
 from toolchain.quantize.plan import EMBEDDING, HEAD, QuantizePlan
-from toolchain.recipe import Activations, Recipe
+from toolchain.recipe import Recipe
+from toolchain.recipe_sections import Activations
 from toolchain.tensor_file import TensorEntry
 
 _FLOAT = ir.DataType.FLOAT
@@ -44,12 +57,13 @@ class GraphQuantizer:
         model: ir.Model,
         config: DecoderConfig,
         plan: QuantizePlan,
+        caches: tuple[CacheFormat, ...],
         entries: Mapping[str, TensorEntry],
         recipe: Recipe,
         compute_dtype: str,
     ) -> None:
         self.model, self.graph = model, model.graph
-        self.config, self.plan, self.entries, self.recipe = config, plan, entries, recipe
+        self.config, self.plan, self.caches, self.entries, self.recipe = config, plan, caches, entries, recipe
         self.compute = ir.DataType(FORMATS[compute_dtype].onnx_code)
         self.weights = {f"{name}.weight" for name in plan.weights}
         self.codes: dict[tuple[str, str, str], tuple[ir.Value, ir.Value, ir.Value | None]] = {}
@@ -64,8 +78,8 @@ class GraphQuantizer:
                 self._quantize_weight(value)
             elif name in self.entries:
                 value.const_value = external_initializer(name, self.entries[name]).const_value
-        if self.recipe.kv_cache.format != "none":
-            self._quantize_cache(phase, self.recipe.kv_cache.format)
+        if any(cache.quantized for cache in self.caches):
+            self._quantize_caches(phase)
 
     def _quantize_weight(self, weight: ir.Value) -> None:
         name = str(weight.name)
@@ -191,29 +205,57 @@ class GraphQuantizer:
         dtype = ir.DataType(FORMATS[fmt].onnx_code)
         return self.constant(f"quantize.zero.{fmt}", np.zeros((), dtype.numpy()))
 
-    def _quantize_cache(self, phase: Phase, cache_format: str) -> None:
-        specs = [attention_spec(self.config, i, cache_format) for i in range(self.config.num_hidden_layers)]
+    def _quantize_caches(self, phase: Phase) -> None:
+        """Give every layer's attention node its kind of cache, and the graph the inputs and outputs of them."""
+        specs = [attention_spec(self.config, i, cache) for i, cache in enumerate(self.caches)]
+        contract = graph_io(self.config, phase, self.caches)
+        inputs = {str(value.name): value for value in self.graph.inputs}
+        outputs = {str(value.name): value for value in self.graph.outputs}
+        pasts = {spec.name: inputs.get(spec.name) or ir.Value(name=spec.name) for spec in contract.inputs}
         nodes = [node for node in self.graph if node.op_type == OP_TYPE and node.domain == DOMAIN]
         for i, (node, spec) in enumerate(zip(nodes, specs, strict=True)):
             norms = list(node.inputs[len(INPUTS) :])
-            scales = [self.initializer(f"model.layers.{i}.self_attn.{scale}") for scale in KV_SCALES]
+            scales = self._cache_scales(i, pasts)
             node.resize_inputs(len(input_names(spec)))
             for position, value in enumerate((*scales, *norms), len(INPUTS)):
                 node.replace_input_with(position, value)
+            node.resize_outputs(len(output_names(spec)))
+            names = [present_name(i, part) for part in self.caches[i].parts]
+            for name, value in zip(names, node.outputs[1:], strict=True):
+                value.name = name
+                outputs[name] = value
+            node.overload = overload(spec)
             for attribute in node_attributes(spec):
                 node.attributes[attribute.name] = attribute
-        body = ir.serde.deserialize_function(attention_function(specs))
-        self.model.functions[body.identifier()] = body
-        contract = graph_io(self.config, phase, cache_format)
-        types = {s.name: ir.DataType(FORMATS[s.dtype].onnx_code) for s in (*contract.inputs, *contract.outputs)}
-        for value in (*self.graph.inputs, *self.graph.outputs):
-            value.type = ir.TensorType(types[str(value.name)])
+        self.graph.inputs[:] = [_typed(pasts[spec.name], spec) for spec in contract.inputs]
+        self.graph.outputs[:] = [_typed(outputs[spec.name], spec) for spec in contract.outputs]
+        self._replace_bodies(specs)
+
+    def _cache_scales(self, layer: int, pasts: Mapping[str, ir.Value]) -> list[ir.Value]:
+        """The scales a layer's attention reads: weights of the model, or caches of the graph."""
+        cache = self.caches[layer]
+        if cache.token_scales:
+            return [pasts[past_name(layer, part)] for part in SCALE_PARTS]
+        named = ATTENTION_NAME.format(layer)
+        return [self.initializer(f"{named}.{scale}") for scale in KV_SCALES] if cache.quantized else []
+
+    def _replace_bodies(self, specs: list[AttentionSpec]) -> None:
+        for identifier in [key for key in self.model.functions if key[:2] == (DOMAIN, OP_TYPE)]:
+            del self.model.functions[identifier]
+        for body in map(ir.serde.deserialize_function, attention_functions(specs)):
+            self.model.functions[body.identifier()] = body
+
+
+def _typed(value: ir.Value, spec: TensorSpec) -> ir.Value:
+    value.type, value.shape = ir.TensorType(ir.DataType(FORMATS[spec.dtype].onnx_code)), ir.Shape(spec.shape)
+    return value
 
 
 def quantize_graph(
     path: Path,
     config: DecoderConfig,
     plan: QuantizePlan,
+    caches: tuple[CacheFormat, ...],
     entries: Mapping[str, TensorEntry],
     phase: Phase,
     recipe: Recipe,
@@ -222,5 +264,5 @@ def quantize_graph(
 ) -> bytes:
     """The bytes of the quantized graph made from the exported one at `path`."""
     model = ir.serde.deserialize_model(onnx.load(path, load_external_data=False))
-    GraphQuantizer(model, config, plan, entries, recipe, compute_dtype).run(phase)
+    GraphQuantizer(model, config, plan, caches, entries, recipe, compute_dtype).run(phase)
     return ir.serde.serialize_model(model).SerializeToString(deterministic=True)

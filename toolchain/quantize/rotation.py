@@ -23,7 +23,7 @@ import torch
 
 from toolchain.errors import DtoolError
 from toolchain.model.config import DecoderConfig
-from toolchain.recipe import Rotation
+from toolchain.recipe_sections import Rotation
 
 BLOCK = 128
 """Most channels of one block of the feed-forward's rotation: its cost against that of the product is BLOCK / E."""

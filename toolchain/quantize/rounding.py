@@ -14,7 +14,7 @@ import torch
 
 from toolchain.numerics import CODE_RANGE, dequantize, pack_int4, quantize, scale_from_amax
 from toolchain.quantize.gptq import refine, round_with_hessian, search_scale
-from toolchain.recipe import Weights
+from toolchain.recipe_sections import Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ from typing import Any
 from toolchain.artifact import Artifact, Draft, check_output, create_artifact, hash_file, open_artifact, stage_key
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES
+from toolchain.model.caches import CacheFormat, describe_caches
 from toolchain.model.config import DecoderConfig
+from toolchain.quantize.cache import plan_caches
 from toolchain.quantize.plan import QuantizePlan, plan_quantization
 from toolchain.recipe import Recipe, find_data
 from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor_bytes, write_stream
@@ -16,6 +18,7 @@ from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor
 STAGE = "quantize"
 PACKAGES = ("torch", "onnx", "onnx-ir")
 WEIGHTS, QUANTIZATION = "weights.safetensors", "quantization.json"
+Caches = tuple[CacheFormat, ...]
 
 
 def quantize_artifact(
@@ -36,14 +39,15 @@ def quantize_artifact(
         from toolchain.quantize.rotation import check_rotation
 
         check_rotation(config, recipe.rotation)
+    caches = plan_caches(config, recipe, str(exported.manifest.details["compute_dtype"]))
     for note in plan.notes:
         report(f"note: {note}")
     blocks = _calibration_blocks(exported, recipe) if recipe.needs_calibration else None
     with create_artifact(out, STAGE, force=force) as draft:
         progress = None if blocks is None else _open_progress(out, quantize_key(exported, recipe), report)
-        entries = _write_weights(exported, recipe, plan, blocks, draft, progress, report)
-        _write_graphs(exported, config, recipe, plan, entries, draft)
-        _describe(exported, recipe, plan, draft)
+        entries = _write_weights(exported, recipe, plan, caches, blocks, draft, progress, report)
+        _write_graphs(exported, config, recipe, plan, caches, entries, draft)
+        _describe(exported, recipe, plan, caches, draft)
     if progress is not None:
         progress.remove()
     return open_artifact(out, (STAGE,), check_hashes=False)
@@ -82,6 +86,7 @@ def _write_weights(
     exported: Artifact,
     recipe: Recipe,
     plan: QuantizePlan,
+    caches: Caches,
     blocks: Any,
     draft: Draft,
     progress: Any,
@@ -94,7 +99,7 @@ def _write_weights(
     source = read_header(exported.file(WEIGHTS))
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
     excess = survey_excess(source, config, recipe, plan, blocks, report)
-    stream = QuantizedStream(source, config, recipe, plan, blocks, report, excess, progress)
+    stream = QuantizedStream(source, config, recipe, plan, caches, blocks, report, excess, progress)
     header, _ = build_header(stream.layout())
     path = draft.path / WEIGHTS
     chunks = (tensor_bytes(tensor) for tensor in stream.tensors())
@@ -120,6 +125,7 @@ def _write_graphs(
     config: DecoderConfig,
     recipe: Recipe,
     plan: QuantizePlan,
+    caches: Caches,
     entries: Mapping[str, TensorEntry],
     draft: Draft,
 ) -> None:
@@ -130,6 +136,7 @@ def _write_graphs(
             exported.file(GRAPH_FILES[phase]),
             config,
             plan,
+            caches,
             entries,
             phase,
             recipe,
@@ -142,17 +149,14 @@ def _write_graphs(
             shutil.copyfile(exported.file(name), draft.path / name)
 
 
-def _describe(exported: Artifact, recipe: Recipe, plan: QuantizePlan, draft: Draft) -> None:
-    kv_format = recipe.kv_cache.format
+def _describe(exported: Artifact, recipe: Recipe, plan: QuantizePlan, caches: Caches, draft: Draft) -> None:
     draft.lineage = _lineage(exported, recipe)
     draft.recipe = exported.manifest.recipe | recipe.sections(STAGE)
     draft.packages = PACKAGES
     draft.key = stage_key(STAGE, draft.lineage, recipe.sections(STAGE), PACKAGES)
-    draft.kv_contract = dict(exported.manifest.kv_contract)
-    if kv_format != "none":
-        draft.kv_contract |= {"dtype": kv_format, "scales": "per layer and KV head, in weights.safetensors"}
+    draft.kv_contract = exported.manifest.kv_contract | describe_caches(caches)
     draft.details = exported.manifest.details | {
-        "kv_format": kv_format,
+        "kv_format": recipe.kv_cache.format,
         "weight_format": "+".join(sorted({weights.format for weights in plan.weights.values()})) or "none",
         "quantized": {name: weights.format for name, weights in plan.weights.items()},
         "rounded_inputs": {name: [a.format, a.granularity] for name, a in plan.rounded.items()},

@@ -14,6 +14,7 @@ import torch
 
 from toolchain.errors import DtoolError
 from toolchain.formats import format_named
+from toolchain.model.caches import CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.model.quantized import (
     CHANNEL_WEIGHT,
@@ -49,6 +50,7 @@ class QuantizedStream:
     config: DecoderConfig
     recipe: Recipe
     plan: QuantizePlan
+    caches: tuple[CacheFormat, ...]
     blocks: Any
     report: Callable[[str], None]
     excess: Mapping[int, Excess] = field(default_factory=dict)
@@ -74,8 +76,8 @@ class QuantizedStream:
 
     def _static_shapes(self) -> dict[str, Shape]:
         shapes: dict[str, Shape] = {}
-        if self.recipe.kv_cache.format != "none":
-            for i in range(self.config.num_hidden_layers):
+        for i, cache in enumerate(self.caches):
+            if cache.quantized and not cache.token_scales:
                 shapes |= {f"{LAYERS}{i}.self_attn.{n}": (self.config.num_key_value_heads,) for n in KV_SCALES}
         return shapes | {f"{name}.{INPUT_SCALE}": () for name in self.plan.static}
 

@@ -195,7 +195,7 @@ def _run(
     for x_BTE in streams:
         out_BTE, cache = run_layer(block, rope, x_BTE)
         outputs.append(out_BTE)
-        if recipe.kv_cache.format != "none":
+        if recipe.kv_cache.is_static:
             for name, cache_BKCD in zip(KV_SCALES, cache, strict=True):
                 size_KD = cache_BKCD.abs().amax((0, 2))
                 layer.cache_amax[name] = torch.maximum(layer.cache_amax.get(name, torch.zeros_like(size_KD)), size_KD)

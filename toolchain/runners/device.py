@@ -134,7 +134,7 @@ def new_zeros(shape: Sequence[int], dtype: str, device: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCache:
-    """One cache [B, K, C, D] in device memory. Read and written from the host by tests and proofs alone.
+    """One cache tensor in device memory. Read and written from the host by tests and proofs alone.
 
     Its methods are those of ONNX Runtime's OrtValue, so that both kinds of caches are handled alike.
     """

@@ -13,10 +13,9 @@ from toolchain.runners.runner import Array, KVState, Limits, check_state, check_
 
 @dataclass(slots=True)
 class EagerRunner:
-    """Runs a torch decoder on a torch device. `cache_format` is "none" (compute dtype) or a format of codes."""
+    """Runs a torch decoder on a torch device, over caches in its own formats."""
 
     decoder: Decoder
-    cache_format: str = "none"
     name: str = "eager"
     device: str = "cpu"
 
@@ -31,7 +30,7 @@ class EagerRunner:
 
     def new_state(self, batch: int, capacity: int) -> KVState:
         check_state(self.config, Limits(), batch, capacity)
-        caches = self.decoder.new_caches(batch, capacity, self.cache_format)
+        caches = self.decoder.new_caches(batch, capacity)
         return KVState(capacity, np.zeros(batch, np.int64), caches)
 
     @torch.inference_mode()

@@ -13,7 +13,8 @@ import numpy as np
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS
-from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, TensorSpec, graph_io
+from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, graph_io
+from toolchain.model.caches import CacheFormat, caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.processor import probe_integer_products
 from toolchain.runners.runner import Array, KVState, Limits, check_state, check_step
@@ -29,12 +30,13 @@ class OnnxRunner:
         self.artifact = artifact
         self.name = "onnxruntime" if artifact.manifest.stage == "engine" else "onnx"
         self.config = DecoderConfig.model_validate(artifact.json("decoder.json"))
-        self.cache_dtype = str(artifact.manifest.kv_contract["dtype"])
-        if self.cache_dtype not in CACHES:
+        self.caches = caches_of(artifact.manifest.kv_contract, self.config.num_hidden_layers)
+        unknown = [cache.dtype for cache in self.caches if cache.dtype not in CACHES]
+        if unknown:
             raise DtoolError(
-                f"ONNX Runtime's CPU backend cannot run {self.cache_dtype} graphs",
+                f"ONNX Runtime's CPU backend cannot run {unknown[0]} graphs",
                 expected=", ".join(CACHES),
-                found=self.cache_dtype,
+                found=unknown[0],
                 fix="use compute_dtype float32 or float16 for CPU runs; bfloat16 needs a GPU backend",
             )
         target = artifact.manifest.target
@@ -52,8 +54,8 @@ class OnnxRunner:
 
     def new_state(self, batch: int, capacity: int) -> KVState:
         check_state(self.config, self.limits, batch, capacity)
-        shape = (batch, self.config.num_key_value_heads, capacity, self.config.head_dim)
-        caches = [zero_cache(shape, self.cache_dtype) for _ in range(2 * self.config.num_hidden_layers)]
+        specs = self.contract("decode").cache_inputs
+        caches = [zero_cache(spec.sized(batch=batch, capacity=capacity), spec.dtype) for spec in specs]
         return KVState(capacity, np.zeros(batch, np.int64), caches)
 
     def step(self, state: KVState, input_ids: Array, new_lengths: Array, phase: Phase) -> Array:
@@ -62,7 +64,7 @@ class OnnxRunner:
         check_step(self.config, self.limits, state, input_ids, new_lengths, phase)
         session, binding = self.session(phase), self._binding(state, phase)
         feeds = {"input_ids": input_ids, "past_lengths": state.lengths, "new_lengths": new_lengths}
-        for spec in self._fixed_inputs(phase):
+        for spec in self.contract(phase).call_inputs:
             binding.bind_cpu_input(spec.name, np.ascontiguousarray(feeds[spec.name]))
         rows = input_ids.shape[1] if phase == "evaluation" else 1
         logits = np.empty((state.batch, rows, self.config.vocab_size), np.float32)
@@ -75,22 +77,17 @@ class OnnxRunner:
         """The state's binding for a phase: its caches are bound once, as input and output at the same time."""
         if phase not in state.bindings:
             binding, contract = self.session(phase).io_binding(), self.contract(phase)
-            fixed = len(contract.inputs) - len(state.caches)
-            for spec, cache in zip(contract.inputs[fixed:], state.caches, strict=True):
+            for spec, cache in zip(contract.cache_inputs, state.caches, strict=True):
                 binding.bind_ortvalue_input(spec.name, cache)
-            for spec, cache in zip(contract.outputs[1:], state.caches, strict=True):
+            for spec, cache in zip(contract.cache_outputs, state.caches, strict=True):
                 binding.bind_ortvalue_output(spec.name, cache)
             state.bindings[phase] = binding
         return state.bindings[phase]
 
-    def _fixed_inputs(self, phase: Phase) -> tuple[TensorSpec, ...]:
-        inputs = self.contract(phase).inputs
-        return inputs[: len(inputs) - 2 * self.config.num_hidden_layers]
-
     def contract(self, phase: Phase) -> GraphIO:
         """The inputs and outputs of a phase."""
         if phase not in self.contracts:
-            self.contracts[phase] = graph_io(self.config, phase, self.cache_dtype)
+            self.contracts[phase] = graph_io(self.config, phase, self.caches)
         return self.contracts[phase]
 
     def session(self, phase: Phase) -> Any:
@@ -100,17 +97,17 @@ class OnnxRunner:
         return self.sessions[phase]
 
 
-def zero_cache(shape: tuple[int, ...], cache_dtype: str) -> Any:
-    """An OrtValue of zeros in a cache format; numpy has no name for some of them."""
+def zero_cache(shape: tuple[int, ...], dtype: str) -> Any:
+    """An OrtValue of zeros in a number format; numpy has no name for some of them."""
     import onnxruntime
 
-    fmt = FORMATS[cache_dtype]
+    fmt = FORMATS[dtype]
     zeros = np.zeros(shape, f"uint{fmt.bits}")
     return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, fmt.onnx_code)
 
 
 def run_chunks(
-    session: Any, config: DecoderConfig, cache_dtype: str, chunks: Sequence[Array], values: Sequence[str]
+    session: Any, config: DecoderConfig, caches: Sequence[CacheFormat], chunks: Sequence[Array], values: Sequence[str]
 ) -> list[dict[str, Array]]:
     """The named values of each chunk int64 [B, T], as float32; the cache is carried from one to the next.
 
@@ -118,11 +115,10 @@ def run_chunks(
     """
     import onnxruntime
 
-    contract = graph_io(config, "evaluation", cache_dtype)
-    pasts, presents = contract.inputs[3:], [spec.name for spec in contract.outputs[1:]]
+    contract = graph_io(config, "evaluation", caches)
+    pasts, presents = contract.cache_inputs, [spec.name for spec in contract.cache_outputs]
     batch, new = chunks[0].shape
-    shape = (batch, config.num_key_value_heads, len(chunks) * new, config.head_dim)
-    feeds = {spec.name: zero_cache(shape, cache_dtype) for spec in pasts}
+    feeds = {s.name: zero_cache(s.sized(batch=batch, capacity=len(chunks) * new), s.dtype) for s in pasts}
     given, results = {item.name for item in session.get_inputs()}, []
     for i, ids_BT in enumerate(chunks):
         lengths = np.full(batch, new, np.int64)

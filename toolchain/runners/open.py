@@ -45,5 +45,4 @@ def fake_quant_runner(path: Path) -> Runner:
     from toolchain.model.load import load_artifact_decoder
     from toolchain.runners.eager import EagerRunner
 
-    decoder, cache_format = load_artifact_decoder(open_artifact(path))
-    return EagerRunner(decoder, cache_format, name="fake_quant")
+    return EagerRunner(load_artifact_decoder(open_artifact(path)), name="fake_quant")

@@ -29,6 +29,7 @@ import numpy as np
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError, name_list
 from toolchain.graph_io import GraphIO, Phase, graph_io
+from toolchain.model.caches import caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.runners.device import Device, DeviceCache
 from toolchain.runners.runner import Array, KVState, Limits, check_state, check_step
@@ -105,7 +106,7 @@ class TensorRTRunner:
         self.artifact = artifact
         self.name = str(section(artifact, "backend"))
         self.config = DecoderConfig.model_validate(artifact.json("decoder.json"))
-        self.cache_dtype = str(artifact.manifest.kv_contract["dtype"])
+        self.caches = caches_of(artifact.manifest.kv_contract, self.config.num_hidden_layers)
         self.limits = Limits(*(int(section(artifact, key)) for key in ("max_batch", "max_prompt", "kv_capacity")))
         self.trt = trt if trt is not None else import_backend(artifact)
         check_version(artifact, str(self.trt.__version__))
@@ -135,11 +136,11 @@ class TensorRTRunner:
         check_state(self.config, self.limits, batch, capacity)
         for phase in self.phases.values():
             _check_range("batch", batch, phase.batch)
-        shape = (batch, self.config.num_key_value_heads, self.capacity, self.config.head_dim)
+        sizes = {"batch": batch, "capacity": self.capacity}
         with self.device.use():
             caches = [
-                DeviceCache(self.device.zeros(shape, self.cache_dtype), self.device)
-                for _ in range(2 * self.config.num_hidden_layers)
+                DeviceCache(self.device.zeros(spec.sized(**sizes), spec.dtype), self.device)
+                for spec in self.phases["decode"].contract.cache_inputs
             ]
         return KVState(capacity, np.zeros(batch, np.int64), caches)
 
@@ -176,7 +177,7 @@ class TensorRTRunner:
             # bound first: that may raise, and TensorRT must not be left with half a step on the stream
             self._bind(phase, state, batch, tokens)
             feeds = {"input_ids": input_ids, "past_lengths": past, "new_lengths": new_lengths}
-            for spec in phase.contract.inputs[: -len(state.caches)]:
+            for spec in phase.contract.call_inputs:
                 self._send(spec.name, feeds[spec.name])
             self._launch(phase, name)
             self.device.copy(self.buffers.host["logits"][:count], self.buffers.device["logits"][:count])
@@ -196,13 +197,13 @@ class TensorRTRunner:
             return
         phase.bound, phase.warm, phase.replay = (), False, None
         sizes = {"batch": batch, "T": tokens, "capacity": self.capacity}
-        fixed = len(phase.contract.inputs) - len(state.caches)
-        through_buffers = (*phase.contract.inputs[:fixed], phase.contract.outputs[0])
+        contract = phase.contract
+        through_buffers = (*contract.call_inputs, contract.outputs[0])
         addresses = {spec.name: int(self.buffers.device[spec.name].data_ptr()) for spec in through_buffers}
-        for specs in (phase.contract.inputs[fixed:], phase.contract.outputs[1:]):
+        for specs in (contract.cache_inputs, contract.cache_outputs):
             addresses |= {spec.name: cache.address for spec, cache in zip(specs, state.caches, strict=True)}
-        for spec in phase.contract.inputs:
-            shape = tuple(sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape)
+        for spec in contract.inputs:
+            shape = spec.sized(**sizes)
             if not phase.context.set_input_shape(spec.name, shape):
                 raise self._refused(f"takes no input {spec.name} of shape {list(shape)}")
         for tensor, address in addresses.items():
@@ -291,7 +292,7 @@ class TensorRTRunner:
         needed = 1
         for name in BUILT_PHASES:
             engine, profile = self.engines[entries[name]["file"]], int(entries[name]["profile"])
-            contract = graph_io(self.config, "prefill" if shared else name, self.cache_dtype)
+            contract = graph_io(self.config, "prefill" if shared else name, self.caches)
             self._check_tensors(engine, contract, name)
             ids = _range_of(engine, "input_ids", profile)
             phases[name] = EnginePhase(self._make_context(engine, profile, name), contract, ids[0], ids[1])

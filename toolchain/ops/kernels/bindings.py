@@ -1,7 +1,8 @@
 """What each kernel takes: its runtime arguments in order, and its constants from a spec.
 
 The plugin and `launch` pass runtime arguments in exactly this order. Arguments a spec does not use
-(scales of an unquantized cache, norms without QK-norm) are passed all the same and never read.
+(scales of an unquantized cache, norms without QK-norm) are passed all the same and never read. Scales are
+static ones [K], or with `token_scales` those of every slot [B, K, C], which are written too.
 """
 
 import math
@@ -50,6 +51,7 @@ def check_spec(spec: AttentionSpec, sm: int) -> None:
         f"{spec.num_heads} query heads over {spec.num_kv_heads} KV heads": spec.num_heads % spec.num_kv_heads,
         f"scale {spec.scale}": not (math.isfinite(spec.scale) and spec.scale > 0),
         f"cache format {spec.cache_format}": spec.cache_format not in {"none", *CACHE},
+        "scales of tokens without a cache of codes": spec.token_scales and not spec.quantized,
     }
     found = [name for name, bad in problems.items() if bad]
     if found:
@@ -73,7 +75,7 @@ def plan(spec: AttentionSpec, sm: int, compute_dtype: str) -> dict[str, Launch]:
     """The `Launch` of each kernel for a spec on a GPU. Raises DtoolError as `check_spec` does."""
     check_spec(spec, sm)
     cache_bytes = CACHE_BYTES.get(spec.cache_format, 4 if compute_dtype == "float32" else 2)
-    extras = frozenset(name for name in ("window", "softcap", "qk_norm") if getattr(spec, name))
+    extras = frozenset(name for name in ("window", "softcap", "qk_norm", "token_scales") if getattr(spec, name))
     return launches(sm, spec.head_dim, spec.num_heads // spec.num_kv_heads, cache_bytes, extras)
 
 
@@ -88,6 +90,7 @@ def constants(name: str, spec: AttentionSpec, tile: dict[str, int], *, native: b
         "INTERLEAVED": spec.interleaved,
         "NORM_EPS": float(spec.qk_norm_eps),
         "CACHE": spec.cache_format,
+        "TOKEN_SCALES": spec.token_scales,
     }
     if name == "cache_write":
         return rows | tile

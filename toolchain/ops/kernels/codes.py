@@ -4,12 +4,15 @@ Written: code = clamp(round_half_even(x / scale)), as ONNX QuantizeLinear define
 1.5 * 2^23, where a float32 holds integers only; e4m3 is rounded by hand to a value it holds, because
 Triton's interpreter rounds e4m3 wrongly, and a cast of such a value is exact everywhere.
 
+A token's own scale is max|x| / qmax, as numerics.token_scale has it.
+
 Read: a code is exact in fp16 and bf16 (|int8| <= 128; e4m3 has 4 significant bits), so tiles enter the
 tensor cores as codes and no scale is multiplied in: that of K goes into the scores, that of V into the
-result. The plain cast costs one slow conversion and two byte moves an element, more than all the
-rest of a decode loop, and a transposing read of shared memory (ldmatrix.trans) moves 16 bits at least. So
-two neighbouring codes are read as one int16, even and odd dims are multiplied apart, and `pair_half` makes
-the values of two slots at once in a few packed instructions:
+result; those of tokens go into the scores and the weights of their slots (`device.scaled_weights`). The plain
+cast costs one slow conversion and two byte moves an element, more than all the rest of a decode loop, and
+a transposing read of shared memory (ldmatrix.trans) moves 16 bits at least. So two neighbouring codes are
+read as one int16, even and odd dims are multiplied apart, and `pair_half` makes the values of two slots at
+once in a few packed instructions:
 
     fp16   the byte u = code + 128 under 0x64 is the number 1024 + u; less 1152 it is the code
     bf16   0x4300 with the low 7 bits is 128 + low; less 0x4300 with the sign bit (128 or 256) it is the code
@@ -30,7 +33,10 @@ INT8_MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: a float32 near it has a unit in the last place of 1."""
 E4M3_MAGIC = tl.constexpr(24576.0)
 """1.5 * 2^14: a float32 near it has a unit in the last place of 2^-9, the step of e4m3's subnormals."""
+INT8_LARGEST = tl.constexpr(127.0)
 E4M3_LARGEST = tl.constexpr(448.0)
+SMALLEST_SCALE = tl.constexpr(2.0**-100)
+"""numerics.SMALLEST_SCALE."""
 E4M3_SMALLEST_NORMAL = tl.constexpr(0.015625)
 
 # prmt picks bytes: 0..3 of the codes, 4..7 of the second operand. A register holds codes c0 c1 of one slot and
@@ -75,13 +81,34 @@ def encode(x, scale, CACHE: tl.constexpr):
 
 
 @triton.jit
-def cache_scale(scale, kv_head, CACHE: tl.constexpr):
-    """float32 scale of a KV head, 1 for a cache of values."""
-    if CACHE == "none":  # noqa: SIM108 - one side alone is compiled
+def head_scale(scale, kv_head, CACHE: tl.constexpr, TOKEN_SCALES: tl.constexpr):
+    """float32 scale that all slots of a KV head share: 1 for a cache of values, and where tokens have their own."""
+    if CACHE == "none" or TOKEN_SCALES:  # noqa: SIM108 - one side alone is compiled
         factor = 1.0
     else:
         factor = tl.load(scale + kv_head)
     return factor
+
+
+@triton.jit
+def larger(a, b):
+    """The larger one; NaN wins, so that a token with one is NaN in the cache, as in the reference."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def write_scale(x_TE, slots, slot_T, valid_T, factor, CACHE: tl.constexpr, TOKEN_SCALES: tl.constexpr):
+    """What new tokens are encoded with: scales [T, 1] of their own, stored at `slots` of the KV head, or `factor`."""
+    if TOKEN_SCALES:
+        LARGEST: tl.constexpr = INT8_LARGEST if CACHE == "int8" else E4M3_LARGEST
+        amax_T = tl.reduce(tl.abs(x_TE.to(tl.float32)), 1, larger)
+        amax_T = larger(amax_T, SMALLEST_SCALE * LARGEST)
+        scale_T = tl.div_rn(amax_T, LARGEST)
+        tl.store(slots + slot_T, scale_T, valid_T)
+        scale = scale_T[:, None]
+    else:
+        scale = factor
+    return scale
 
 
 @triton.jit

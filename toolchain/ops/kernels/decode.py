@@ -26,7 +26,7 @@ Legend: M padded query heads, E padded head dim, S splits of a block.
 import triton
 import triton.language as tl
 
-from toolchain.ops.kernels.codes import cache_scale, encode
+from toolchain.ops.kernels.codes import encode, head_scale, write_scale
 from toolchain.ops.kernels.device import LOG2E, attend_ranges, rotated_rows, softcap
 
 
@@ -43,11 +43,14 @@ def piece(split, splits, seen, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def write_newest(
-    packed, kv_head, past, cos, sin, key_slot, value_slot, key_factor, value_factor, k_norm,
+    packed, kv_head, past, cos, sin, keys, values, key_scales, value_scales, key_factor, value_factor, k_norm,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM_EPS: tl.constexpr, CACHE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_EPS: tl.constexpr, CACHE: tl.constexpr, TOKEN_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Make and store the newest key and value; return both as the cache holds them, float32 codes [1, E]."""
+    """Make and store the newest key and value; return both as the cache holds them, float32 codes [1, E].
+
+    With TOKEN_SCALES their own scales, stored too, are multiplied in.
+    """
     one = tl.arange(0, 1)
     dim_E = tl.arange(0, PADDED)
     stored = (one == 0)[:, None] & (dim_E < HEAD_DIM)[None, :]
@@ -57,11 +60,16 @@ def write_newest(
         False,
     )  # fmt: skip
     value = tl.load(packed + (key_row + KV_HEADS * HEAD_DIM)[:, None] + dim_E[None, :], stored, 0.0)
-    key_code, value_code = encode(key, key_factor, CACHE), encode(value, value_factor, CACHE)
-    offset = one[:, None] + dim_E[None, :]
-    tl.store(key_slot + offset, key_code, stored)
-    tl.store(value_slot + offset, value_code, stored)
-    return key_code.to(tl.float32), value_code.to(tl.float32)
+    key_step = write_scale(key, key_scales, one + past, one == 0, key_factor, CACHE, TOKEN_SCALES)
+    value_step = write_scale(value, value_scales, one + past, one == 0, value_factor, CACHE, TOKEN_SCALES)
+    key_code, value_code = encode(key, key_step, CACHE), encode(value, value_step, CACHE)
+    offset = (one + past * HEAD_DIM)[:, None] + dim_E[None, :]
+    tl.store(keys + offset, key_code, stored)
+    tl.store(values + offset, value_code, stored)
+    key, value = key_code.to(tl.float32), value_code.to(tl.float32)
+    if TOKEN_SCALES:
+        key, value = key * key_step, value * value_step
+    return key, value
 
 
 @triton.jit
@@ -81,8 +89,9 @@ def decode_split(
     qkv, cos, sin, past_lengths, key_cache, value_cache, key_scale, value_scale, q_norm, k_norm,
     partial_out, partial_lse, capacity, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM_EPS: tl.constexpr, CACHE: tl.constexpr, SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_EPS: tl.constexpr, CACHE: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One piece of the cache of one KV head: partial result and log2 of its weight sum. Grid (splits, K, B)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -97,20 +106,23 @@ def decode_split(
         packed, head_M * HEAD_DIM, position_M, valid_M, cos, sin, q_norm, ROTARY, INTERLEAVED, NORM_EPS,
         HEAD_DIM, PADDED, False,
     )  # fmt: skip
-    cache_base = (row.to(tl.int64) * KV_HEADS + kv_head) * capacity * HEAD_DIM
-    keys, values = key_cache + cache_base, value_cache + cache_base
-    key_factor = cache_scale(key_scale, kv_head, CACHE)
-    value_factor = cache_scale(value_scale, kv_head, CACHE)
+    first_slot = (row.to(tl.int64) * KV_HEADS + kv_head) * capacity
+    keys, values = key_cache + first_slot * HEAD_DIM, value_cache + first_slot * HEAD_DIM
+    key_scales, value_scales = key_scale + first_slot, value_scale + first_slot
+    key_factor = head_scale(key_scale, kv_head, CACHE, TOKEN_SCALES)
+    value_factor = head_scale(value_scale, kv_head, CACHE, TOKEN_SCALES)
     scale = key_factor * (SCALE if SOFTCAP > 0 else SCALE * LOG2E)
-    acc_ME, top_M, total_M = attend_ranges(
-        query_ME, keys, values, position_M, start, start, start, tl.minimum(tl.minimum(stop, past), capacity), scale,
-        "end", SOFTCAP, WINDOW, HEAD_DIM, PADDED, CACHE, NATIVE, BLOCK_G, BLOCK_N,
+    acc_ME, top_M, total_M, unit = attend_ranges(
+        query_ME, keys, values, key_scales, value_scales, position_M, start, start, start,
+        tl.minimum(tl.minimum(stop, past), capacity), scale, "end", SOFTCAP, WINDOW, HEAD_DIM, PADDED, CACHE,
+        TOKEN_SCALES, NATIVE, BLOCK_G, BLOCK_N,
     )  # fmt: skip
+    if TOKEN_SCALES:
+        acc_ME = acc_ME * unit  # as values, which the newest one is added to
     if (start <= past) & (past < stop) & (past < capacity):
-        newest = past * HEAD_DIM
         key, value = write_newest(
-            packed, kv_head, past, cos, sin, keys + newest, values + newest, key_factor, value_factor, k_norm,
-            HEADS, KV_HEADS, HEAD_DIM, PADDED, ROTARY, INTERLEAVED, NORM_EPS, CACHE,
+            packed, kv_head, past, cos, sin, keys, values, key_scales, value_scales, key_factor, value_factor, k_norm,
+            HEADS, KV_HEADS, HEAD_DIM, PADDED, ROTARY, INTERLEAVED, NORM_EPS, CACHE, TOKEN_SCALES,
         )  # fmt: skip
         acc_ME, top_M, total_M = fold_newest(query_ME, key, value, scale, acc_ME, top_M, total_M, SOFTCAP)
     # an empty piece: total 0, hence log2 weight -inf and a result of zeros, which the merge ignores

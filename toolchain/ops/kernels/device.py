@@ -20,7 +20,7 @@ Legend: M rows of a tile, E head dim padded to a power of two, F = E / 2 pairs o
 import triton
 import triton.language as tl
 
-from toolchain.ops.kernels.codes import pair_half
+from toolchain.ops.kernels.codes import SMALLEST_SCALE, pair_half
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -154,12 +154,36 @@ def attend_slots(
 
 
 @triton.jit
+def load_scales(scales, slot_N, end, MASKED: tl.constexpr):
+    """Scales [N] of slots; with MASKED those from `end` on come as zeros and are not read."""
+    if MASKED:  # noqa: SIM108 - one side alone is compiled
+        scale_N = tl.load(scales + slot_N, slot_N < end, 0.0)
+    else:
+        scale_N = tl.load(scales + slot_N)
+    return scale_N
+
+
+@triton.jit
+def scaled_weights(weight_MN, shrink_M, unit, scale_N):
+    """Weights times the value scales of their slots, in units of the largest scale so far: so they fit a half.
+
+    Also the shrink factor that brings earlier sums to the new unit, and the unit. Scales alone would lose the
+    weights' low bits: they are 1e-3 to 1e-5, and a half has none of its 11 bits below 6e-8.
+    """
+    new_unit = tl.maximum(unit, tl.max(scale_N, 0))
+    return weight_MN * (scale_N / new_unit)[None, :], shrink_M * (unit / new_unit), new_unit
+
+
+@triton.jit
 def attend_pairs(
-    even_MF, odd_MF, acc_even_MF, acc_odd_MF, top_M, total_M, keys, values, position_M, start, end, scale,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
-    CACHE: tl.constexpr, NATIVE: tl.constexpr, BLOCK_N: tl.constexpr,
+    even_MF, odd_MF, acc_even_MF, acc_odd_MF, top_M, total_M, unit, keys, values, key_scales, value_scales, position_M,
+    start, end, scale, MASK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr, CACHE: tl.constexpr, TOKEN_SCALES: tl.constexpr, NATIVE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """`attend_slots` for a cache of codes, read as int16 pairs: even and odd dims are multiplied apart."""
+    """`attend_slots` for a cache of codes, read as int16 pairs: even and odd dims are multiplied apart.
+
+    With TOKEN_SCALES acc is in units of `unit`, see `scaled_weights`; else `unit` stays as it is.
+    """
     dtype: tl.constexpr = even_MF.dtype
     MASKED: tl.constexpr = MASK == "end" or MASK == "causal"  # noqa: PLR1714 - Triton has no `in`
     for first in range(start, end, BLOCK_N):
@@ -169,29 +193,38 @@ def attend_pairs(
         odd_NF = pair_half(key_NF, dtype, True, CACHE, NATIVE)
         score_MN = tl.dot(even_MF, tl.trans(even_NF), input_precision="ieee")
         score_MN = tl.dot(odd_MF, tl.trans(odd_NF), score_MN, input_precision="ieee")
+        if TOKEN_SCALES:
+            score_MN = score_MN * load_scales(key_scales, slot_N, end, MASKED)[None, :]
         weight_MN, shrink_M, top_M, total_M = fold_scores(
             score_MN, top_M, total_M, slot_N, position_M, end, scale, MASK, SOFTCAP, WINDOW
         )
+        if TOKEN_SCALES:
+            scale_N = load_scales(value_scales, slot_N, end, MASKED)
+            weight_MN, shrink_M, unit = scaled_weights(weight_MN, shrink_M, unit, scale_N)
         weight_MN = weight_MN.to(dtype)
         value_NF = load_slots(values, slot_N, end, HEAD_DIM // 2, PADDED // 2, MASKED)
         even_NF = pair_half(value_NF, dtype, False, CACHE, NATIVE)
         odd_NF = pair_half(value_NF, dtype, True, CACHE, NATIVE)
         acc_even_MF = tl.dot(weight_MN, even_NF, acc_even_MF * shrink_M[:, None], input_precision="ieee")
         acc_odd_MF = tl.dot(weight_MN, odd_NF, acc_odd_MF * shrink_M[:, None], input_precision="ieee")
-    return acc_even_MF, acc_odd_MF, top_M, total_M
+    return acc_even_MF, acc_odd_MF, top_M, total_M, unit
 
 
 @triton.jit
 def attend_ranges(
-    query_ME, keys, values, position_M, start, whole_start, whole_end, end, scale, MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, CACHE: tl.constexpr,
-    NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    query_ME, keys, values, key_scales, value_scales, position_M, start, whole_start, whole_end, end, scale,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
+    CACHE: tl.constexpr, TOKEN_SCALES: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The softmax over slots start..end-1: acc [M, E] in codes, top and total [M], all float32.
+    """The softmax over slots start..end-1: acc [M, E] in codes, top and total [M], and acc's unit; all float32.
 
-    Slots whole_start..whole_end-1 need no mask and are whole tiles. With MASK "end" all from `start` are masked.
+    With TOKEN_SCALES `key_scales` and `value_scales` are those of the KV head's slots, acc is in units of `unit`,
+    and `unit` is never less than the smallest scale there is. Slots whole_start..whole_end-1 need no mask and are
+    whole tiles. With MASK "end" all from `start` are masked.
     """
     top_M, total_M = tl.full((BLOCK_M,), -1.0e30, tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    unit = tl.full((), SMALLEST_SCALE, tl.float32)
     if CACHE == "none":
         acc_ME = tl.zeros((BLOCK_M, PADDED), tl.float32)
         if MASK == "causal":
@@ -216,17 +249,20 @@ def attend_ranges(
         values = values.to(tl.pointer_type(tl.int16), bitcast=True)
         if MASK == "causal":
             if WINDOW > 0:
-                acc_even_MF, acc_odd_MF, top_M, total_M = attend_pairs(
-                    even_MF, odd_MF, acc_even_MF, acc_odd_MF, top_M, total_M, keys, values, position_M, start,
-                    whole_start, scale, "window", SOFTCAP, WINDOW, HEAD_DIM, PADDED, CACHE, NATIVE, BLOCK_N,
+                acc_even_MF, acc_odd_MF, top_M, total_M, unit = attend_pairs(
+                    even_MF, odd_MF, acc_even_MF, acc_odd_MF, top_M, total_M, unit, keys, values, key_scales,
+                    value_scales, position_M, start, whole_start, scale, "window", SOFTCAP, WINDOW, HEAD_DIM, PADDED,
+                    CACHE, TOKEN_SCALES, NATIVE, BLOCK_N,
                 )  # fmt: skip
-            acc_even_MF, acc_odd_MF, top_M, total_M = attend_pairs(
-                even_MF, odd_MF, acc_even_MF, acc_odd_MF, top_M, total_M, keys, values, position_M, whole_start,
-                whole_end, scale, "none", SOFTCAP, WINDOW, HEAD_DIM, PADDED, CACHE, NATIVE, BLOCK_N,
+            acc_even_MF, acc_odd_MF, top_M, total_M, unit = attend_pairs(
+                even_MF, odd_MF, acc_even_MF, acc_odd_MF, top_M, total_M, unit, keys, values, key_scales,
+                value_scales, position_M, whole_start, whole_end, scale, "none", SOFTCAP, WINDOW, HEAD_DIM, PADDED,
+                CACHE, TOKEN_SCALES, NATIVE, BLOCK_N,
             )  # fmt: skip
-        acc_even_MF, acc_odd_MF, top_M, total_M = attend_pairs(
-            even_MF, odd_MF, acc_even_MF, acc_odd_MF, top_M, total_M, keys, values, position_M, whole_end, end,
-            scale, MASK, SOFTCAP, WINDOW, HEAD_DIM, PADDED, CACHE, NATIVE, BLOCK_N,
+        acc_even_MF, acc_odd_MF, top_M, total_M, unit = attend_pairs(
+            even_MF, odd_MF, acc_even_MF, acc_odd_MF, top_M, total_M, unit, keys, values, key_scales, value_scales,
+            position_M, whole_end, end, scale, MASK, SOFTCAP, WINDOW, HEAD_DIM, PADDED, CACHE, TOKEN_SCALES, NATIVE,
+            BLOCK_N,
         )  # fmt: skip
         acc_ME = tl.reshape(tl.join(acc_even_MF, acc_odd_MF), (BLOCK_M, PADDED))
-    return acc_ME, top_M, total_M
+    return acc_ME, top_M, total_M, unit

@@ -51,7 +51,7 @@ def attend(
         key_cache_BKCD: Compute dtype, int8 or float8_e4m3fn.
         value_cache_BKCD: As `key_cache_BKCD`.
         spec: The attributes of the node.
-        scales: float32 [K] of K and V, for quantized caches.
+        scales: float32 of K and V for quantized caches: static [K], or [B, K, C] of every slot, written in place.
         norms: [D] of q and k in the compute dtype, for QK-norm.
         splits: Pieces of the cache in decode; chosen from the capacity when None.
         sm: Compute capability whose tiles are used; the device's when None.

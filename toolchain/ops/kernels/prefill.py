@@ -25,7 +25,7 @@ Legend: M rows of a tile, E padded head dim, T new tokens.
 import triton
 import triton.language as tl
 
-from toolchain.ops.kernels.codes import cache_scale, encode
+from toolchain.ops.kernels.codes import encode, head_scale, write_scale
 from toolchain.ops.kernels.device import LOG2E, attend_ranges, rotated_rows
 
 
@@ -33,7 +33,8 @@ from toolchain.ops.kernels.device import LOG2E, attend_ranges, rotated_rows
 def cache_write(
     qkv, cos, sin, past_lengths, key_cache, value_cache, key_scale, value_scale, k_norm, new_tokens, capacity,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM_EPS: tl.constexpr, CACHE: tl.constexpr, BLOCK_T: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_EPS: tl.constexpr, CACHE: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Store the new keys (normed, rotated) and values at slots past..past+T-1. Grid (ceil(T/BLOCK_T), K, B)."""
     kv_head, row = tl.program_id(1), tl.program_id(2)
@@ -50,12 +51,14 @@ def cache_write(
     dim_E = tl.arange(0, PADDED)
     stored_TE = valid_T[:, None] & (dim_E < HEAD_DIM)[None, :]
     value_TE = tl.load(packed + (key_T + KV_HEADS * HEAD_DIM)[:, None] + dim_E[None, :], stored_TE, 0.0)
-    cache_base = (row.to(tl.int64) * KV_HEADS + kv_head) * capacity * HEAD_DIM
+    first_slot = (row.to(tl.int64) * KV_HEADS + kv_head) * capacity
     slot_TE = position_T[:, None] * HEAD_DIM + dim_E[None, :]
-    key_code = encode(key_TE, cache_scale(key_scale, kv_head, CACHE), CACHE)
-    value_code = encode(value_TE, cache_scale(value_scale, kv_head, CACHE), CACHE)
-    tl.store(key_cache + cache_base + slot_TE, key_code, stored_TE)
-    tl.store(value_cache + cache_base + slot_TE, value_code, stored_TE)
+    factor = head_scale(key_scale, kv_head, CACHE, TOKEN_SCALES)
+    scale_T1 = write_scale(key_TE, key_scale + first_slot, position_T, valid_T, factor, CACHE, TOKEN_SCALES)
+    tl.store(key_cache + first_slot * HEAD_DIM + slot_TE, encode(key_TE, scale_T1, CACHE), stored_TE)
+    factor = head_scale(value_scale, kv_head, CACHE, TOKEN_SCALES)
+    scale_T1 = write_scale(value_TE, value_scale + first_slot, position_T, valid_T, factor, CACHE, TOKEN_SCALES)
+    tl.store(value_cache + first_slot * HEAD_DIM + slot_TE, encode(value_TE, scale_T1, CACHE), stored_TE)
 
 
 @triton.jit
@@ -75,9 +78,9 @@ def key_ranges(first, last, past, end, WINDOW: tl.constexpr, BLOCK_N: tl.constex
 def prefill(
     qkv, cos, sin, past_lengths, key_cache, value_cache, key_scale, value_scale, q_norm, out, new_tokens, capacity,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
-    INTERLEAVED: tl.constexpr, NORM_EPS: tl.constexpr, CACHE: tl.constexpr, SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    APART: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_EPS: tl.constexpr, CACHE: tl.constexpr, TOKEN_SCALES: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Attention of the new tokens over the cache, already written. Grid (ceil(T*G/BLOCK_M), K, B)."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -98,16 +101,19 @@ def prefill(
     last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, new_tokens - 1)
     end = tl.minimum(past + last + 1, capacity)
     start, whole_start, whole_end = key_ranges(first, last, past, end, WINDOW, BLOCK_N)
-    cache_base = (row.to(tl.int64) * KV_HEADS + kv_head) * capacity * HEAD_DIM
-    keys, values = key_cache + cache_base, value_cache + cache_base
-    scale = cache_scale(key_scale, kv_head, CACHE) * (SCALE if SOFTCAP > 0 else SCALE * LOG2E)
-    acc_ME, _, total_M = attend_ranges(
-        query_ME, keys, values, position_M, start, whole_start, whole_end, end, scale, "causal", SOFTCAP, WINDOW,
-        HEAD_DIM, PADDED, CACHE, NATIVE, BLOCK_M, BLOCK_N,
+    first_slot = (row.to(tl.int64) * KV_HEADS + kv_head) * capacity
+    keys, values = key_cache + first_slot * HEAD_DIM, value_cache + first_slot * HEAD_DIM
+    scale = head_scale(key_scale, kv_head, CACHE, TOKEN_SCALES) * (SCALE if SOFTCAP > 0 else SCALE * LOG2E)
+    acc_ME, _, total_M, unit = attend_ranges(
+        query_ME, keys, values, key_scale + first_slot, value_scale + first_slot, position_M, start, whole_start,
+        whole_end, end, scale, "causal", SOFTCAP, WINDOW, HEAD_DIM, PADDED, CACHE, TOKEN_SCALES, NATIVE, BLOCK_M,
+        BLOCK_N,
     )  # fmt: skip
+    if not TOKEN_SCALES:
+        unit = head_scale(value_scale, kv_head, CACHE, TOKEN_SCALES)
     # a row beyond the last token may have seen nothing; it is not stored
     some_M = tl.where(total_M > 0, total_M, 1.0)
-    out_ME = acc_ME * (cache_scale(value_scale, kv_head, CACHE) / some_M)[:, None]
+    out_ME = acc_ME * (unit / some_M)[:, None]
     # rows are counted anew from a second read of `past`, which the compiler cannot know to be the same: their
     # offsets would otherwise fill registers through the whole loop
     again = tl.load(past_lengths + row, volatile=True).to(tl.int32) - past

@@ -74,6 +74,8 @@ _PREFILL = {
     (100, 256): (64, 64, 8, 2),
 }
 """BLOCK_M, BLOCK_N, warps, stages by family and padded head dim. At 256 the accumulator leaves room for 64 rows."""
+_TOKEN_SCALES_BLOCK_N = {(80, 128): 32, (86, 128): 32, (90, 64): 64, (90, 256): 32}
+"""Most columns where every slot brings its scales: they multiply scores and weights, which takes registers."""
 _APART = frozenset({(90, 256)})
 """Families and padded head dims whose prefill rotates in two halves: see `rotated_rows`."""
 _FAMILY = {80: 80, 86: 86, 89: 86, 90: 90, 100: 100, 120: 86}
@@ -97,7 +99,7 @@ def launches(
         head_dim: Dims of a head, not padded.
         group: Query heads of a KV head.
         cache_bytes: Bytes of a cache element.
-        extras: What prefill has to do besides: window, softcap, qk_norm.
+        extras: What there is to do besides: window, softcap, qk_norm, token_scales.
     """
     if sm not in _FAMILY:
         known = ", ".join(map(str, sorted(_FAMILY)))
@@ -111,7 +113,7 @@ def launches(
     return {
         "cache_write": Launch({"BLOCK_T": max(1, 2048 // padded)}, 4, 1),
         "prefill": _prefill(family, padded, extras),
-        "decode_split": _decode(family, padded, group, cache_bytes),
+        "decode_split": _decode(family, padded, group, cache_bytes, extras),
         "decode_merge": Launch({"BLOCK_S": MERGE_SPLITS}, 4, 1),
     }
 
@@ -126,12 +128,15 @@ def _prefill(family: int, padded: int, extras: frozenset[str]) -> Launch:
         block_n = 32
     if (family, padded) == (100, 256) and "qk_norm" in extras:
         block_n, apart = 32, True
+    if "token_scales" in extras:
+        block_n = min(block_n, _TOKEN_SCALES_BLOCK_N.get((family, max(64, padded)), block_n))
     rows = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     return Launch(rows | ({"APART": 1} if apart else {}), warps, stages)
 
 
-def _decode(family: int, padded: int, group: int, cache_bytes: int) -> Launch:
-    slots = min(128, max(16, _DECODE_TILE_BYTES[family] // (padded * cache_bytes)))
+def _decode(family: int, padded: int, group: int, cache_bytes: int, extras: frozenset[str]) -> Launch:
+    most = 64 if padded == 32 and "token_scales" in extras else 128
+    slots = min(most, max(16, _DECODE_TILE_BYTES[family] // (padded * cache_bytes)))
     tile = {"BLOCK_G": max(FEWEST_ROWS, 1 << (group - 1).bit_length()), "BLOCK_N": slots}
     full = slots * padded * cache_bytes >= 16 * 1024
     registers = REGISTERS // (RESIDENT * _DECODE_WARPS * 32) // 8 * 8  # given out by eights

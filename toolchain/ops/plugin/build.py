@@ -77,7 +77,8 @@ def build_plugin(
     sets = []
     for spec in dict.fromkeys(specs):
         for sm in sorted(set(sms)):
-            report(f"kernels for sm{sm}, head_dim {spec.head_dim}, cache {spec.cache_format}")
+            scales = " with a scale per token" if spec.token_scales else ""
+            report(f"kernels for sm{sm}, head_dim {spec.head_dim}, cache {spec.cache_format}{scales}")
             sets.append(KernelSet(spec, compute_dtype, sm, _compile_kernels(spec, sm, compute_dtype)))
     report("plugin library")
     return build_library(sets, out, toolkit)

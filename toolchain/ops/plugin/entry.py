@@ -81,7 +81,7 @@ class PluginLibrary:
         scales: tuple[torch.Tensor, torch.Tensor] | None = None,
         norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The attention output [B, T, H*D]; writes the new keys and values into the caches.
+        """The attention output [B, T, H*D]; writes the new keys and values, and scales of tokens, into the caches.
 
         The contract of `toolchain.ops.attention.attend_in_place`, on CUDA tensors and on the current
         stream. past + T must fit the capacity; lengths are on the device, so that is not checked here.
@@ -216,7 +216,8 @@ def _expected(tensors: dict[str, torch.Tensor], spec: AttentionSpec) -> dict[str
         "value_cache": kept,
     }
     if spec.quantized:
-        expected |= dict.fromkeys(("key_scale", "value_scale"), (torch.float32, (kv_heads,)))
+        scales = kept[1][:3] if spec.token_scales else (kv_heads,)
+        expected |= dict.fromkeys(("key_scale", "value_scale"), (torch.float32, scales))
     if spec.qk_norm:
         expected |= dict.fromkeys(("q_norm", "k_norm"), (qkv.dtype, (dim,)))
     return expected

@@ -177,6 +177,7 @@ def _spec(spec: AttentionSpec) -> str:
         _float(spec.softcap),
         spec.window,
         _float(spec.qk_norm_eps),
+        str(spec.token_scales).lower(),
     )
     return f"{{{', '.join(map(str, values))}}}"
 

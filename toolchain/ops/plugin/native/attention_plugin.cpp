@@ -58,14 +58,14 @@ nvinfer1::IPluginV3* AttentionPlugin::clone() noexcept {
     return guarded<nvinfer1::IPluginV3*>(nullptr, [&] { return new AttentionPlugin(spec_, phase_); });
 }
 
-int32_t AttentionPlugin::getNbOutputs() const noexcept { return kOutputs; }
+int32_t AttentionPlugin::getNbOutputs() const noexcept { return Outputs(spec_).count; }
 
 int32_t AttentionPlugin::getOutputDataTypes(DataType* outputs, int32_t output_count, DataType const* inputs,
                                             int32_t input_count) const noexcept {
     return guarded(kFailed, [&] {
         check_count(spec_, input_count, output_count);
         check_types(spec_, inputs);
-        for (int32_t i = 0; i < kOutputs; ++i) outputs[i] = type_of(spec_, input_count + i, inputs[Inputs::qkv]);
+        for (int32_t i = 0; i < output_count; ++i) outputs[i] = type_of(spec_, input_count + i, inputs[Inputs::qkv]);
         return 0;
     });
 }
@@ -78,10 +78,9 @@ int32_t AttentionPlugin::getOutputShapes(DimsExprs const* inputs, int32_t input_
         std::vector<Dims> dims;
         std::transform(inputs, inputs + input_count, std::back_inserter(dims), known);
         check_shapes(spec_, dims.data());
-        outputs[0] = inputs[Inputs::qkv];
-        outputs[0].d[2] = builder.constant(int64_t{spec_.num_heads} * spec_.head_dim);
-        outputs[1] = inputs[Inputs::past_key];
-        outputs[2] = inputs[Inputs::past_value];
+        outputs[Outputs::out] = inputs[Inputs::qkv];
+        outputs[Outputs::out].d[2] = builder.constant(int64_t{spec_.num_heads} * spec_.head_dim);
+        for (int32_t i = 1; i < output_count; ++i) outputs[i] = inputs[Outputs::aliased(spec_, i)];
         return 0;
     });
 }
@@ -113,7 +112,7 @@ size_t AttentionPlugin::getWorkspaceSize(DynamicPluginTensorDesc const* inputs, 
 }
 
 int32_t AttentionPlugin::getAliasedInput(int32_t output) noexcept {
-    return output == 1 ? Inputs::past_key : output == 2 ? Inputs::past_value : -1;
+    return Outputs::aliased(spec_, output);
 }
 
 int32_t AttentionPlugin::onShapeChange(PluginTensorDesc const* inputs, int32_t input_count, PluginTensorDesc const*,
@@ -130,13 +129,13 @@ int32_t AttentionPlugin::enqueue(PluginTensorDesc const* input_descs, PluginTens
                                  void const* const* inputs, void* const* outputs, void* workspace,
                                  cudaStream_t stream) noexcept {
     return guarded(kFailed, [&] {
-        for (int32_t output : {1, 2}) {
-            if (outputs[output] == inputs[getAliasedInput(output)]) continue;
-            char const* cache = output == 1 ? "key" : "value";
-            throw Error(kBadArgument, format("present_%s: expected the memory of past_%s (PreviewFeature "
-                                             "ALIASED_PLUGIN_IO_10_03), found other memory", cache, cache));
-        }
         Inputs const at(spec_);
+        for (int32_t output = 1; output < Outputs(spec_).count; ++output) {
+            int32_t const aliased = Outputs::aliased(spec_, output);
+            if (outputs[output] == inputs[aliased]) continue;
+            throw Error(kBadArgument, format("%s: expected the memory of %s (PreviewFeature ALIASED_PLUGIN_IO_10_03), "
+                                             "found other memory", Outputs::name(output), at.name(aliased)));
+        }
         auto input = [&](int32_t index) { return index == kUnknown ? nullptr : inputs[index]; };
         Call call{};
         call.batch = static_cast<int32_t>(input_descs[Inputs::qkv].dims.d[0]);
@@ -146,13 +145,13 @@ int32_t AttentionPlugin::enqueue(PluginTensorDesc const* input_descs, PluginTens
         call.cos = inputs[Inputs::cos];
         call.sin = inputs[Inputs::sin];
         call.past_lengths = inputs[Inputs::past_lengths];
-        call.key_cache = outputs[1];
-        call.value_cache = outputs[2];
-        call.key_scale = input(at.key_scale);
+        call.key_cache = outputs[Outputs::present_key];
+        call.value_cache = outputs[Outputs::present_value];
+        call.key_scale = input(at.key_scale); // the very memory of present_key_scale where tokens have scales
         call.value_scale = input(at.value_scale);
         call.q_norm = input(at.q_norm);
         call.k_norm = input(at.k_norm);
-        call.out = outputs[0];
+        call.out = outputs[Outputs::out];
         call.workspace = workspace;
         call.workspace_bytes = workspace_bytes(spec_, call.batch, kMaxSplits); // what getWorkspaceSize asked for
         if (call.batch == 0 || call.new_tokens == 0) return 0; // an empty launch would be an error

@@ -28,8 +28,9 @@ typedef struct DtoolAttentionCall {
     const void* past_lengths;   /* [B] int64 */
     void* key_cache;            /* [B, K, C, D] compute type or codes; written in place */
     void* value_cache;          /* as key_cache */
-    const void* key_scale;      /* [K] float32; null without a quantized cache */
-    const void* value_scale;    /* as key_scale */
+    void* key_scale;            /* float32; null without a quantized cache. Static: [K], only read. With a scale
+                                   per token: [B, K, C], written in place as the caches are */
+    void* value_scale;          /* as key_scale */
     const void* q_norm;         /* [D] compute type; null without QK-norm */
     const void* k_norm;         /* as q_norm */
     void* out;                  /* [B, T, H D] compute type */

@@ -8,7 +8,7 @@
 
 namespace dtool {
 
-constexpr int kAbi = 2;          // version of the node's inputs and attributes: toolchain.ops.attention.ABI
+constexpr int kAbi = 3;          // version of the node's inputs and attributes: toolchain.ops.attention.ABI
 constexpr int kMaxSplits = 128;  // upper bound of the pieces a row's cache is cut into for decode: tiles.MOST_SPLITS
 
 // Return codes of the C entry point; the plugin turns all of them into one error.
@@ -48,6 +48,7 @@ struct Spec {
     float softcap;
     int32_t window;
     float qk_norm_eps;
+    bool token_scales; // every cached token has scales of its own, in caches beside the codes
 
     bool quantized() const { return cache_format != CacheFormat::kNone; }
     bool qk_norm() const { return qk_norm_eps > 0; }
@@ -59,12 +60,13 @@ struct Spec {
         return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && head_dim == other.head_dim &&
             scale == other.scale && rotary_dim == other.rotary_dim && cache_format == other.cache_format &&
             interleaved == other.interleaved && softcap == other.softcap && window == other.window &&
-            qk_norm_eps == other.qk_norm_eps;
+            qk_norm_eps == other.qk_norm_eps && token_scales == other.token_scales;
     }
 
     std::string text() const {
         std::string said = format("%d query and %d KV heads of %d, scale %.9g, rotary_dim %d%s, cache %s", num_heads,
             num_kv_heads, head_dim, scale, rotary_dim, interleaved ? " interleaved" : "", name_of(cache_format));
+        if (token_scales) said += " with a scale per token";
         if (softcap > 0) said += format(", softcap %.9g", softcap);
         if (window > 0) said += format(", window %d", window);
         if (qk_norm()) said += format(", qk_norm_eps %.9g", qk_norm_eps);

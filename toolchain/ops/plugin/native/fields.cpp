@@ -84,7 +84,14 @@ CacheFormat read_cache_format(Reader const& reader) {
                 format("attribute cache_format: expected none, int8 or fp8_e4m3, found '%s'", word.c_str()));
 }
 
-std::vector<PluginField> make_fields(int32_t const* abi, int32_t const* interleaved, Spec const* spec) {
+bool read_flag(Reader const& reader, char const* name) {
+    int32_t const value = reader.integer(name);
+    if (value == 0 || value == 1) return value == 1;
+    throw Error(kBadArgument, format("attribute %s: expected 0 or 1, found %d", name, value));
+}
+
+std::vector<PluginField> make_fields(int32_t const* abi, int32_t const* interleaved, int32_t const* token_scales,
+                                     Spec const* spec) {
     auto integer = [](char const* name, int32_t const* value) {
         return PluginField(name, value, PluginFieldType::kINT32, 1);
     };
@@ -105,13 +112,14 @@ std::vector<PluginField> make_fields(int32_t const* abi, int32_t const* interlea
         integer("window", spec ? &spec->window : nullptr),
         number("qk_norm_eps", spec ? &spec->qk_norm_eps : nullptr),
         PluginField("cache_format", cache, PluginFieldType::kCHAR, letters),
+        integer("token_scales", token_scales),
     };
 }
 
 } // namespace
 
 PluginFieldCollection const* declared_fields() {
-    static std::vector<PluginField> const fields = make_fields(nullptr, nullptr, nullptr);
+    static std::vector<PluginField> const fields = make_fields(nullptr, nullptr, nullptr, nullptr);
     static PluginFieldCollection const collection{static_cast<int32_t>(fields.size()), fields.data()};
     return &collection;
 }
@@ -130,21 +138,19 @@ Spec read_fields(PluginFieldCollection const& fields) {
     spec.head_dim = reader.integer("head_dim");
     spec.scale = reader.number("scale");
     spec.rotary_dim = reader.integer("rotary_dim");
-    int32_t const interleaved = reader.integer("interleaved");
-    if (interleaved != 0 && interleaved != 1) {
-        throw Error(kBadArgument, format("attribute interleaved: expected 0 or 1, found %d", interleaved));
-    }
-    spec.interleaved = interleaved == 1;
+    spec.interleaved = read_flag(reader, "interleaved");
     spec.softcap = reader.number("softcap");
     spec.window = reader.integer("window");
     spec.qk_norm_eps = reader.number("qk_norm_eps");
     spec.cache_format = read_cache_format(reader);
+    spec.token_scales = read_flag(reader, "token_scales");
     check_values(spec);
     return spec;
 }
 
 SavedFields::SavedFields(Spec const& spec)
-    : interleaved_(spec.interleaved), spec_(spec), fields_(make_fields(&abi_, &interleaved_, &spec_)) {
+    : interleaved_(spec.interleaved), token_scales_(spec.token_scales), spec_(spec),
+      fields_(make_fields(&abi_, &interleaved_, &token_scales_, &spec_)) {
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
 }
 

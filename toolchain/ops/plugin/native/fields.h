@@ -25,7 +25,7 @@ public:
     nvinfer1::PluginFieldCollection const* collection() const { return &collection_; }
 
 private:
-    int32_t abi_ = kAbi, interleaved_;
+    int32_t abi_ = kAbi, interleaved_, token_scales_;
     Spec spec_;
     std::vector<nvinfer1::PluginField> fields_;
     nvinfer1::PluginFieldCollection collection_{};

@@ -13,7 +13,7 @@ struct Call {
     int32_t batch, new_tokens, capacity;
     void const *qkv, *cos, *sin, *past_lengths;
     void *key_cache, *value_cache;
-    void const *key_scale, *value_scale, *q_norm, *k_norm;
+    void const *key_scale, *value_scale, *q_norm, *k_norm; // scales per token are written, through the kernels
     void *out, *workspace;
     size_t workspace_bytes;
 };

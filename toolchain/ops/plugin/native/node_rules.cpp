@@ -67,6 +67,20 @@ char const* Inputs::name(int32_t input) const {
     return input == q_norm ? "q_norm" : "k_norm";
 }
 
+char const* Outputs::name(int32_t output) {
+    static char const* const names[] = {"out", "present_key", "present_value", "present_key_scale",
+                                        "present_value_scale"};
+    return names[output];
+}
+
+int32_t Outputs::aliased(Spec const& spec, int32_t output) {
+    Inputs const inputs(spec);
+    if (output == present_key) return Inputs::past_key;
+    if (output == present_value) return Inputs::past_value;
+    if (!spec.token_scales) return kUnknown;
+    return output == present_key_scale ? inputs.key_scale : output == present_value_scale ? inputs.value_scale : kUnknown;
+}
+
 void check_values(Spec const& spec) {
     check_range("num_heads", spec.num_heads > 0, "at least 1", spec.num_heads);
     check_range("num_kv_heads", spec.num_kv_heads > 0, "at least 1", spec.num_kv_heads);
@@ -85,6 +99,7 @@ void check_values(Spec const& spec) {
     check_range("window", spec.window >= 0, off_or_positive, spec.window);
     check_range("qk_norm_eps", std::isfinite(spec.qk_norm_eps) && spec.qk_norm_eps >= 0, off_or_positive,
                 spec.qk_norm_eps);
+    if (spec.token_scales && !spec.quantized()) refuse("attribute token_scales", "0 with cache_format none", "1");
 }
 
 void check_count(Spec const& spec, int32_t inputs, int32_t outputs) {
@@ -94,8 +109,11 @@ void check_count(Spec const& spec, int32_t inputs, int32_t outputs) {
         for (int32_t i = 0; i < expected.count; ++i) names += format("%s%s", i ? ", " : "", expected.name(i));
         refuse("number of inputs", format("%d (%s)", expected.count, names.c_str()), std::to_string(inputs));
     }
-    if (outputs != kOutputs) {
-        refuse("number of outputs", "3 (out, present_key, present_value)", std::to_string(outputs));
+    Outputs const made(spec);
+    if (outputs != made.count) {
+        std::string names;
+        for (int32_t i = 0; i < made.count; ++i) names += format("%s%s", i ? ", " : "", Outputs::name(i));
+        refuse("number of outputs", format("%d (%s)", made.count, names.c_str()), std::to_string(outputs));
     }
 }
 
@@ -104,7 +122,10 @@ DataType type_of(Spec const& spec, int32_t position, DataType compute) {
     DataType const cache = !spec.quantized() ? compute
         : spec.cache_format == CacheFormat::kInt8 ? DataType::kINT8
                                                   : DataType::kFP8;
-    if (position >= inputs.count) return position == inputs.count ? compute : cache;
+    if (position >= inputs.count) {
+        int32_t const input = Outputs::aliased(spec, position - inputs.count);
+        return input == kUnknown ? compute : type_of(spec, input, compute);
+    }
     if (position == Inputs::cos || position == Inputs::sin) return DataType::kFLOAT;
     if (position == Inputs::past_lengths) return DataType::kINT64;
     if (position == Inputs::past_key || position == Inputs::past_value) return cache;
@@ -140,7 +161,10 @@ void check_shapes(Spec const& spec, Dims const* dims) {
     check_dims("past_key", dims[Inputs::past_key], {batch, heads, {"C", kUnknown}, dim});
     check_dims("past_value", dims[Inputs::past_value], {batch, heads, {"C", dims[Inputs::past_key].d[2]}, dim});
     for (int32_t i : {inputs.key_scale, inputs.value_scale}) {
-        if (i != kUnknown) check_dims(inputs.name(i), dims[i], {heads});
+        if (i == kUnknown) continue;
+        Want const capacity{"C", dims[Inputs::past_key].d[2]};
+        std::vector<Want> const every_slot{batch, heads, capacity};
+        check_dims(inputs.name(i), dims[i], spec.token_scales ? every_slot : std::vector<Want>{heads});
     }
     for (int32_t i : {inputs.q_norm, inputs.k_norm}) {
         if (i != kUnknown) check_dims(inputs.name(i), dims[i], {dim});

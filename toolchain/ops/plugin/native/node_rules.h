@@ -7,7 +7,6 @@
 
 namespace dtool {
 
-constexpr int32_t kOutputs = 3; // out, present_key, present_value
 constexpr int32_t kUnknown = -1;
 
 // The inputs of a node in order; the optional ones are kUnknown where the spec has none.
@@ -18,6 +17,18 @@ struct Inputs {
 
     explicit Inputs(Spec const& spec);
     char const* name(int32_t input) const;
+};
+
+// The outputs of a node in order; those after the first are the caches, written in place.
+struct Outputs {
+    static constexpr int32_t out = 0, present_key = 1, present_value = 2, present_key_scale = 3,
+                             present_value_scale = 4;
+    int32_t count;
+
+    explicit Outputs(Spec const& spec) : count(spec.token_scales ? 5 : 3) {}
+    // The input that a cache is written to, kUnknown for `out`.
+    static int32_t aliased(Spec const& spec, int32_t output);
+    static char const* name(int32_t output);
 };
 
 // Each throws Error naming the tensor, what was expected and what was found. Sizes of kUnknown pass.

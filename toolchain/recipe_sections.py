@@ -1,0 +1,243 @@
+"""The sections of a recipe: what each may say, with every default. `recipe` puts them together."""
+
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+
+
+class Section(pydantic.BaseModel, frozen=True, extra="forbid", strict=True):
+    """Values keep the type they are written with: `true` is no 1, "5" is no 5."""
+
+
+Strings = Annotated[tuple[str, ...], pydantic.Field(strict=False)]
+"""TOML has lists only."""
+
+
+class Weights(Section, frozen=True):
+    """How the matrices are stored: one scale per output channel, tensor, or `group_size` inputs of a channel.
+
+    `algorithm`: round to nearest, or GPTQ with the second moments of the calibration text. `clip`: scales of
+    the largest weight, or of the range with the least error. `refinements`: rounds of better scales and codes
+    after GPTQ.
+
+    `skip` holds exact module names or glob patterns.
+    """
+
+    format: Literal["none", "int8", "fp8_e4m3", "int4"] = "none"
+    granularity: Literal["channel", "tensor", "group"] = "channel"
+    group_size: Literal[32, 64, 128] = 128
+    algorithm: Literal["rtn", "gptq"] = "rtn"
+    clip: Literal["amax", "search"] = "amax"
+    refinements: int = pydantic.Field(default=2, ge=0)
+    skip: Strings = ("lm_head", "model.embed_tokens")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _int4_is_in_groups(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("format") == "int4":
+            return {"granularity": "group"} | values
+        return values
+
+    @property
+    def uses_hessian(self) -> bool:
+        """Whether the second moments of the inputs are needed."""
+        return self.format != "none" and (self.algorithm == "gptq" or self.clip == "search")
+
+    @pydantic.model_validator(mode="after")
+    def _possible(self) -> Self:
+        if (self.format == "int4") != (self.granularity == "group"):
+            raise ValueError(f"granularity {self.granularity} does not go with format {self.format}: int4 is in groups")
+        return self
+
+
+class Activations(Section, frozen=True):
+    """How the inputs of the quantized products are rounded.
+
+    `token`: a dynamic scale per token. `tensor`: one static scale per product, from calibration.
+    `excess_channels`: where a few channels of a feed-forward's last input hold values far beyond all others, at
+    most so many have that excess taken to the product in float, so that it does not set the static scale.
+    `skip` names products whose input stays in float; the head feeds no layer, only the choice.
+    """
+
+    format: Literal["none", "int8", "fp8_e4m3"] = "none"
+    granularity: Literal["token", "tensor"] = "token"
+    excess_channels: int = pydantic.Field(default=0, ge=0)
+    skip: Strings = ("lm_head",)
+
+    @pydantic.model_validator(mode="after")
+    def _excess_is_of_a_static_scale(self) -> Self:
+        if self.excess_channels and not self.is_static:
+            raise ValueError("excess_channels is for static scales (granularity tensor): a token's own needs none")
+        return self
+
+    @property
+    def is_static(self) -> bool:
+        """Whether inputs are rounded with scales fixed in advance."""
+        return self.format != "none" and self.granularity == "tensor"
+
+
+class Override(Section, frozen=True):
+    """Other settings for the matrices that `match` (exact names or glob patterns) names; the last override wins.
+
+    `weights` and `activations` hold only what differs from those sections.
+    """
+
+    match: Strings
+    weights: dict[str, Any] = {}
+    activations: dict[str, Any] = {}
+
+    @pydantic.model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if not self.match or not (self.weights or self.activations):
+            raise ValueError("an override needs match and weights or activations")
+        if "skip" in self.weights or "skip" in self.activations:
+            raise ValueError('skip belongs to the sections; an override leaves matrices out with format = "none"')
+        return self
+
+
+class Rotation(Section, frozen=True):
+    """Which activations lie in a basis where no channel is large: an identity before rounding.
+
+    `stream`: the residual stream, and `values`: what attention mixes, both folded into the weights but for two
+    products at the model's ends. `feed_forward`: the input of its last product, rotated as the graph runs.
+    """
+
+    stream: bool = False
+    values: bool = False
+    feed_forward: bool = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is rotated."""
+        return self.stream or self.values or self.feed_forward
+
+
+class Smoothing(Section, frozen=True):
+    """Channels made smaller in the activations and larger in the weights before anything is rounded.
+
+    `smoothquant` goes by the largest activation of a channel, `awq` by the mean; `alpha` by how much.
+    """
+
+    algorithm: Literal["none", "smoothquant", "awq"] = "none"
+    alpha: float = pydantic.Field(default=0.5, ge=0, le=1)
+
+
+class KVCache(Section, frozen=True):
+    """How the cache is stored, per layer, for K and V apart.
+
+    `head`, `tensor`: one static scale per KV head, or for all of them, from calibration. `token`: a dynamic
+    scale of every token and KV head, kept in the cache. `skip` names the attention of layers whose cache stays
+    in the compute type, exactly or as glob patterns over `model.layers.{i}.self_attn`.
+    """
+
+    format: Literal["none", "int8", "fp8_e4m3"] = "none"
+    granularity: Literal["head", "tensor", "token"] = "head"
+    skip: Strings = ()
+
+    @property
+    def is_static(self) -> bool:
+        """Whether its scales are measured on text."""
+        return self.format != "none" and self.granularity != "token"
+
+
+class Calibration(Section, frozen=True):
+    """Which text the statistics come from: `samples` blocks of `seq_len` tokens.
+
+    `inputs`: what products see of it, in the float model, or in the model as quantized up to there.
+    """
+
+    data: str = "calib_data/calibration.jsonl"
+    samples: int = pydantic.Field(default=32, ge=1)
+    seq_len: int = pydantic.Field(default=512, ge=2)
+    batch: int = pydantic.Field(default=4, ge=1)
+    seed: int = 0
+    inputs: Literal["float", "quantized"] = "float"
+
+
+class Range(Section, frozen=True):
+    """A dynamic dimension of an engine: min <= opt <= max."""
+
+    min: int = pydantic.Field(default=1, ge=1)
+    opt: int = 1
+    max: int = 1
+
+    @pydantic.model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.min <= self.opt <= self.max:
+            raise ValueError(f"min <= opt <= max does not hold: {self.min}, {self.opt}, {self.max}")
+        return self
+
+
+class Engine(Section, frozen=True):
+    """What the engine is compiled by and for.
+
+    `attention`: `plugin` is dtool's own kernels over a cache of any format; `native` is TensorRT's, over
+    a cache in the compute type. `layout`: prefill and decode as two engines (`separate`), or as two
+    profiles of one engine, which holds the weights once (`shared`). `memory_limit_mb` bounds the
+    builder's workspace; `weight_streaming_budget_mb` is how much of the weights stays on the GPU;
+    `strip_weights` leaves them out of the plans, to be filled in from the weights file on loading.
+    """
+
+    backend: Literal["onnxruntime", "tensorrt", "tensorrt-rtx"] = "onnxruntime"
+    targets: Strings = ()
+    attention: Literal["native", "plugin"] = "native"
+    layout: Literal["separate", "shared"] = "separate"
+    batch: Range = Range(min=1, opt=1, max=8)
+    prompt_len: Range = Range(min=1, opt=512, max=2048)
+    kv_capacity: int = pydantic.Field(default=2048, ge=2)
+    optimization_level: Annotated[int, pydantic.Field(ge=0, le=5)] | None = None
+    memory_limit_mb: Annotated[int, pydantic.Field(ge=1)] | None = None
+    timing_cache: bool = True
+    weight_streaming: bool = False
+    weight_streaming_budget_mb: Annotated[int, pydantic.Field(ge=0)] | None = None
+    refit: bool = False
+    strip_weights: bool = False
+    hardware_compatibility: Literal["none", "ampere_plus", "same_compute_capability"] = "none"
+    version_compatible: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _budget_has_a_stream(self) -> Self:
+        if self.weight_streaming_budget_mb is not None and not self.weight_streaming:
+            raise ValueError("weight_streaming_budget_mb needs weight_streaming = true")
+        return self
+
+
+Bound = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+
+
+class Gates(Section, frozen=True):
+    """Bounds of one comparison; None is not gated. KL in nats, over positions.
+
+    `layer_error_median` (fake_quant alone) bounds the relative error of each layer fed the
+    candidate's own input: the test of an implementation whose activations or cache are rounded.
+    """
+
+    kl_mean: Bound | None = None
+    kl_p99: Bound | None = None
+    top1_agreement: Bound | None = None
+    max_abs_logit: Bound | None = None
+    layer_error_median: Bound | None = None
+
+
+class Parity(Section, frozen=True):
+    """Which text the proof runs over, and the gates against each reference."""
+
+    data: str = "calib_data/evaluation.jsonl"
+    blocks: int = pydantic.Field(default=8, ge=1)
+    seq_len: int = pydantic.Field(default=256, ge=8)
+    batch: int = pydantic.Field(default=3, ge=1)
+    decode_steps: int = pydantic.Field(default=32, ge=1)
+    eager: Gates = Gates()
+    fake_quant: Gates = Gates()
+    self_consistency: Gates = Gates()
+
+
+class Bench(Section, frozen=True):
+    """What is timed: each prompt length is followed by `new_tokens` decode steps."""
+
+    prompt_lens: Annotated[tuple[int, ...], pydantic.Field(strict=False)] = (32, 256)
+    new_tokens: int = pydantic.Field(default=32, ge=2)
+    batch: int = pydantic.Field(default=1, ge=1)
+    repeats: int = pydantic.Field(default=5, ge=1)
+    warmup: int = pydantic.Field(default=1, ge=0)
+    threads: int = pydantic.Field(default=0, ge=0)
