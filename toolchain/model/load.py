@@ -13,6 +13,7 @@ from toolchain.formats import format_named
 from toolchain.model.checkpoint import Parameter, open_checkpoint
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Decoder
+from toolchain.model.foreign.coded import read_part
 from toolchain.model.parameters import parameter_shapes
 from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX, QuantizedEmbedding, QuantizedLinear
 from toolchain.tensor_file import TensorEntry, read_header, read_tensor
@@ -67,7 +68,7 @@ def fill_parameters(
     target = format_named(dtype).torch_dtype
     for name, parameter in parameters.items():
         module, attribute = _owner(decoder, name)
-        tensors = [read_tensor(part).to(target) for part in parameter.parts]
+        tensors = [read_part(part).to(target) for part in parameter.parts]
         value = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         if parameter.arrange is not None:
             value = parameter.arrange(value).contiguous()
