@@ -43,7 +43,8 @@ class Weights(_Section, frozen=True):
     """How the matrices are stored: one scale per output channel, tensor, or `group_size` inputs of a channel.
 
     `algorithm`: round to nearest, or GPTQ with the second moments of the calibration text. `clip`: scales of
-    the largest weight, or of the range with the least error.
+    the largest weight, or of the range with the least error. `stored`: with the scales that the checkpoint was
+    quantized with, which gives its codes back; static scales of inputs and of the cache are its own too.
 
     `skip` holds exact module names or glob patterns.
     """
@@ -51,7 +52,7 @@ class Weights(_Section, frozen=True):
     format: Literal["none", "int8", "fp8_e4m3", "int4"] = "none"
     granularity: Literal["channel", "tensor", "group"] = "channel"
     group_size: Literal[32, 64, 128] = 128
-    algorithm: Literal["rtn", "gptq"] = "rtn"
+    algorithm: Literal["rtn", "gptq", "stored"] = "rtn"
     clip: Literal["amax", "search"] = "amax"
     skip: Strings = ("lm_head", "model.embed_tokens")
 
@@ -71,6 +72,8 @@ class Weights(_Section, frozen=True):
     def _possible(self) -> Self:
         if (self.format == "int4") != (self.granularity == "group"):
             raise ValueError(f"granularity {self.granularity} does not go with format {self.format}: int4 is in groups")
+        if self.algorithm == "stored" and self.clip != "amax":
+            raise ValueError(f"clip {self.clip} does not go with algorithm stored: the scales are the checkpoint's own")
         return self
 
 
@@ -226,6 +229,11 @@ class Recipe(_Section, frozen=True):
             raise ValueError(
                 f"activations.format {activations} needs weights.format {activations}, not {weights}: "
                 "both sides of a product have one format"
+            )
+        if self.weights.algorithm == "stored" and self.smoothing.algorithm != "none":
+            raise ValueError(
+                f"smoothing.algorithm {self.smoothing.algorithm} does not go with weights.algorithm stored: "
+                "smoothed weights have other codes"
             )
         return self
 

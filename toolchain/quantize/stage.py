@@ -10,6 +10,7 @@ from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.plan import QuantizePlan, plan_quantization
+from toolchain.quantize.stored import StoredScales, needs_calibration, open_stored
 from toolchain.recipe import Recipe, find_data
 from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor_bytes, write_stream
 
@@ -34,9 +35,12 @@ def quantize_artifact(
     plan = plan_quantization(config, recipe)
     for note in plan.notes:
         report(f"note: {note}")
-    blocks = _calibration_blocks(exported, recipe) if recipe.needs_calibration else None
+    stored = open_stored(exported, recipe, plan)
+    for note in () if stored is None else stored.notes:
+        report(f"note: {note}")
+    blocks = _calibration_blocks(exported, recipe) if needs_calibration(recipe, plan, config, stored) else None
     with create_artifact(out, STAGE, force=force) as draft:
-        entries = _write_weights(exported, recipe, plan, blocks, draft, report)
+        entries = _write_weights(exported, recipe, plan, stored, blocks, draft, report)
         _write_graphs(exported, config, recipe, plan, entries, draft)
         _describe(exported, recipe, plan, draft)
     return open_artifact(out, (STAGE,), check_hashes=False)
@@ -49,9 +53,15 @@ def quantize_key(exported: Artifact, recipe: Recipe) -> str:
 
 def _lineage(exported: Artifact, recipe: Recipe) -> dict[str, str]:
     lineage = {"source": exported.identity}
-    if recipe.needs_calibration:
+    if _calibrates(exported, recipe):
         lineage["calibration"] = hash_file(find_data(recipe.calibration.data))
     return lineage
+
+
+def _calibrates(exported: Artifact, recipe: Recipe) -> bool:
+    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    plan = plan_quantization(config, recipe)
+    return needs_calibration(recipe, plan, config, open_stored(exported, recipe, plan))
 
 
 def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
@@ -63,14 +73,20 @@ def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
 
 
 def _write_weights(
-    exported: Artifact, recipe: Recipe, plan: QuantizePlan, blocks: Any, draft: Draft, report: Callable[[str], None]
+    exported: Artifact,
+    recipe: Recipe,
+    plan: QuantizePlan,
+    stored: StoredScales | None,
+    blocks: Any,
+    draft: Draft,
+    report: Callable[[str], None],
 ) -> dict[str, TensorEntry]:
     """Stream the weights through the quantizer into the new file, at most one layer in memory at a time."""
     from toolchain.quantize.stream import QuantizedStream
 
     source = read_header(exported.file(WEIGHTS))
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
-    stream = QuantizedStream(source, config, recipe, plan, blocks, report)
+    stream = QuantizedStream(source, config, recipe, plan, blocks, report, stored)
     header, _ = build_header(stream.layout())
     path = draft.path / WEIGHTS
     chunks = (tensor_bytes(tensor) for tensor in stream.tensors())

@@ -17,6 +17,7 @@ from toolchain.model.config import DecoderConfig
 from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, SCALE_SUFFIX
 from toolchain.quantize.plan import QuantizePlan
 from toolchain.quantize.rounding import round_matrix
+from toolchain.quantize.stored import StoredScales
 from toolchain.quantize.walk import Seen, WalkedLayer, static_scales, walk
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry, read_tensor
@@ -38,6 +39,7 @@ class QuantizedStream:
     plan: QuantizePlan
     blocks: Any
     report: Callable[[str], None]
+    stored: StoredScales | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     identity_error: float = 0.0
 
@@ -78,6 +80,8 @@ class QuantizedStream:
             yield from self._stored(name, entry, read_tensor(entry) if value is None else value, layer.seen)
         for rest in layers:
             scales |= self._scales(rest)
+        if self.stored is not None:
+            scales |= self.stored.static_scales(format_named(next(iter(self.source.values())).dtype).torch_dtype)
         yield from (scales[name] for name in self._static_shapes())
 
     def _walk(self) -> Iterator[WalkedLayer]:
@@ -100,20 +104,24 @@ class QuantizedStream:
     def _stored(
         self, name: str, entry: TensorEntry, value: torch.Tensor, seen: Mapping[str, Seen]
     ) -> Iterator[torch.Tensor]:
-        """A tensor as it is stored: as it was, or its codes and its scales."""
+        """A tensor as it is in the file: as it was, or its codes and its scales."""
         held_in, module = format_named(entry.dtype).torch_dtype, name.removesuffix(".weight")
         if module not in self.plan.weights or name == module:
             yield value.to(held_in)
             return
         watched = seen.get(module.split(".", 3)[3]) if module.startswith(LAYERS) else None
         try:
-            rounded = round_matrix(
-                value,
-                self.recipe.weights,
-                parts=self.config.part_sizes(name),
-                group_size=self.plan.groups.get(module, 0),
-                held_in=held_in,
-                hessian_II=None if watched is None else watched.hessian,
+            rounded = (
+                self.stored.round(module, value.to(held_in))
+                if self.stored is not None
+                else round_matrix(
+                    value,
+                    self.recipe.weights,
+                    parts=self.config.part_sizes(name),
+                    group_size=self.plan.groups.get(module, 0),
+                    held_in=held_in,
+                    hessian_II=None if watched is None else watched.hessian,
+                )
             )
         except ValueError as error:
             raise DtoolError(f"{name} cannot be quantized", found=str(error), fix="check the checkpoint") from error
