@@ -3,7 +3,6 @@
 No torch: a config and the headers of the weights are read, so that the answer takes no second.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -88,34 +87,35 @@ def _open_model(path: Path, context: int | None) -> tuple[DecoderConfig, dict[st
 
 def _open_any(path: Path, context: int | None) -> tuple[DecoderConfig, dict[str, TensorEntry], tuple[str, ...]]:
     """A folder's config, stored tensors and notes; a folder with a config alone will do."""
-    if config := _config_alone(path, context):
-        return config, {}, ("no weights here: the account is of the config alone",)
+    if alone := _config_alone(path, context):
+        return alone[0], {}, alone[1]
     from toolchain.model.checkpoint import open_checkpoint
+    from toolchain.model.foreign.coded import part_entries
 
     checkpoint = open_checkpoint(path)
     if context is not None and context > checkpoint.config.context_len:
         checkpoint = open_checkpoint(path, context)  # rotations that depend on the length serve more where asked
     parameters = checkpoint.parameters.items()
-    stored = {f"{name}.{i}": entry for name, p in parameters for i, entry in enumerate(p.parts)}
+    pieces = [(name, entry) for name, p in parameters for part in p.parts for entry in part_entries(part)]
+    stored = {f"{name}.{i}": entry for i, (name, entry) in enumerate(pieces)}
     return checkpoint.config, stored, checkpoint.notes
 
 
-def _config_alone(path: Path, context: int | None) -> DecoderConfig | None:
-    """The config of a folder without any weights; None where there are some, or no config to read."""
+def _config_alone(path: Path, context: int | None) -> tuple[DecoderConfig, tuple[str, ...]] | None:
+    """The config of a folder without any weights, and notes; None where there are some, or no config to read."""
+    from toolchain.model.checkpoint import read_quantized_config
     from toolchain.model.hf import config_from_hf
 
     if not (path / "config.json").is_file() or any(p.name.endswith(WEIGHT_SUFFIXES) for p in path.iterdir()):
         return None
-    try:
-        document = json.loads((path / "config.json").read_text("utf-8"))
-    except ValueError as error:
-        raise DtoolError(f"{path / 'config.json'} is not JSON", found=str(error)) from error
+    notes = ["no weights here: the account is of the config alone"]
+    document, _ = read_quantized_config(path, notes)
     if not document.get("dtype") and not document.get("torch_dtype"):
         document["dtype"] = "float32"  # else it is told by the weights
     config = config_from_hf(document, {})
     if context is not None and context > config.context_len:
-        return config_from_hf(document, {}, context_len=context)
-    return config
+        config = config_from_hf(document, {}, context_len=context)
+    return config, tuple(notes)
 
 
 def _inspect_artifact(artifact: Artifact, question: Question) -> tuple[dict[str, Any], Page]:

@@ -102,6 +102,7 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     from toolchain.engine.preflight import check_sizes
     from toolchain.model.checkpoint import open_checkpoint
     from toolchain.quantize.plan import plan_quantization
+    from toolchain.quantize.stored import check_scheme
 
     if out.exists() and not out.is_dir():
         raise DtoolError(f"{out} is not a folder", expected="a folder for the stages", fix="choose another path")
@@ -118,7 +119,8 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     checkpoint = open_checkpoint(model, recipe.context_len)
     plan_quantization(checkpoint.config, recipe)
     find_data(recipe.parity.data)
-    if recipe.needs_calibration:
+    check_scheme(None if checkpoint.foreign is None else checkpoint.foreign.scheme, recipe)
+    if recipe.needs_calibration and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
         find_data(recipe.calibration.data)
     check_sizes(recipe.engine, checkpoint.config)
 

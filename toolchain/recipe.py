@@ -74,7 +74,19 @@ class Recipe(Section, frozen=True):
                     f"activations.format {activations} needs weights.format {activations}, not {weights}{where}: "
                     "both sides of a product have one format"
                 )
+            self._stored_as_they_are(override)
         return self
+
+    def _stored_as_they_are(self, override: tuple[Override, ...]) -> None:
+        changed = {
+            f"smoothing.algorithm {self.smoothing.algorithm}": self.smoothing.algorithm != "none",
+            "a rotation": self.rotation.is_on,
+            "an override of weights": bool(override and override[0].weights),
+        }
+        stored = any(weights.algorithm == "stored" for weights in (self.weights, self._with(override)[0]))
+        if stored and any(changed.values()):
+            what = ", ".join(name for name, there in changed.items() if there)
+            raise ValueError(f"{what} does not go with weights.algorithm stored: other weights have other codes")
 
     def _with(self, overrides: Iterable[Override]) -> tuple[Weights, Activations]:
         changed = [self.weights.model_dump(exclude_unset=True), self.activations.model_dump(exclude_unset=True)]

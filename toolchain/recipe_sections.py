@@ -18,7 +18,8 @@ class Weights(Section, frozen=True):
 
     `algorithm`: round to nearest, or GPTQ with the second moments of the calibration text. `clip`: scales of
     the largest weight, or of the range with the least error. `refinements`: rounds of better scales and codes
-    after GPTQ.
+    after GPTQ. `stored`: with the scales that the checkpoint was quantized with, which gives its codes back; static
+    scales of inputs and of the cache are its own too.
 
     `skip` holds exact module names or glob patterns.
     """
@@ -26,7 +27,7 @@ class Weights(Section, frozen=True):
     format: Literal["none", "int8", "fp8_e4m3", "int4"] = "none"
     granularity: Literal["channel", "tensor", "group"] = "channel"
     group_size: Literal[32, 64, 128] = 128
-    algorithm: Literal["rtn", "gptq"] = "rtn"
+    algorithm: Literal["rtn", "gptq", "stored"] = "rtn"
     clip: Literal["amax", "search"] = "amax"
     refinements: int = pydantic.Field(default=2, ge=0)
     skip: Strings = ("lm_head", "model.embed_tokens")
@@ -47,6 +48,8 @@ class Weights(Section, frozen=True):
     def _possible(self) -> Self:
         if (self.format == "int4") != (self.granularity == "group"):
             raise ValueError(f"granularity {self.granularity} does not go with format {self.format}: int4 is in groups")
+        if self.algorithm == "stored" and self.clip != "amax":
+            raise ValueError(f"clip {self.clip} does not go with algorithm stored: the scales are the checkpoint's own")
         return self
 
 

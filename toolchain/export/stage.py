@@ -10,6 +10,7 @@ from toolchain.graph_io import CACHE_LAYOUT, GRAPH_FILES, PHASES, external_initi
 from toolchain.model.caches import CacheFormat, describe_caches
 from toolchain.model.checkpoint import Checkpoint, open_checkpoint
 from toolchain.model.config import DecoderConfig
+from toolchain.model.foreign.scheme import QUANT_FILE, STORED_DETAILS, STORED_SCALES
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
 
@@ -33,6 +34,7 @@ def export_checkpoint(
         written = write_weights(checkpoint, recipe.compute_dtype, draft.path / WEIGHTS)
         report(f"{len(written.entries)} tensors written as {recipe.compute_dtype}")
         write_graphs(draft.path, checkpoint.config, recipe.compute_dtype, written.entries)
+        stored = write_stored_scales(checkpoint, draft.path, report)
         draft.write_json(DECODER, checkpoint.config.model_dump(mode="json"))
         copy_tokenizer(checkpoint, draft.path / TOKENIZER)
         draft.known_sha256[WEIGHTS] = written.sha256
@@ -45,7 +47,7 @@ def export_checkpoint(
             "source_dtype": checkpoint.config.dtype,
             "compute_dtype": recipe.compute_dtype,
             "stored_names": stored_names(checkpoint),
-        }
+        } | stored
     return open_artifact(out, (STAGE,), check_hashes=False)
 
 
@@ -58,7 +60,24 @@ def export_key(source: Path, recipe: Recipe) -> str:
 def lineage(checkpoint: Checkpoint, weights_sha256: str) -> dict[str, str]:
     """Digests of everything the export reads: the tensors, the config and the tokenizer's files."""
     files = [checkpoint.path / "config.json", *checkpoint.tokenizer_files]
+    if checkpoint.foreign is not None and (checkpoint.path / QUANT_FILE).is_file():
+        files.append(checkpoint.path / QUANT_FILE)
     return {"checkpoint.tensors": weights_sha256} | {f"checkpoint.{p.name}": hash_file(p) for p in files}
+
+
+def write_stored_scales(checkpoint: Checkpoint, folder: Path, report: Callable[[str], None]) -> dict[str, object]:
+    """Keep the scales of a checkpoint that was quantized; what the manifest says of them, nothing where it was not."""
+    if checkpoint.foreign is None:
+        return {}
+    from toolchain.model.foreign.stored import read_stored_scales
+    from toolchain.tensor_file import write_tensors
+
+    stored = read_stored_scales(checkpoint.parameters, checkpoint.foreign, checkpoint.config)
+    for note in stored.notes:
+        report(f"note: {note}")
+    if stored.tensors:
+        write_tensors(folder / STORED_SCALES, stored.tensors)
+    return {STORED_DETAILS: stored.details}
 
 
 def stored_names(checkpoint: Checkpoint) -> dict[str, list[str]]:

@@ -1,15 +1,18 @@
 """The weights file of an export: every parameter once, in order, streamed and converted in pieces."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from toolchain.artifact import CHUNK_BYTES
 from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS, format_named
-from toolchain.model.checkpoint import Checkpoint, Parameter
+from toolchain.model.checkpoint import Checkpoint
+from toolchain.model.foreign.coded import CodedTensor, Part, part_entries, read_part
 from toolchain.tensor_file import (
     Chunk,
     TensorEntry,
@@ -17,7 +20,6 @@ from toolchain.tensor_file import (
     hash_zeros,
     read_chunks,
     read_header,
-    read_tensor,
     tensor_bytes,
     write_stream,
 )
@@ -43,7 +45,7 @@ def checkpoint_identity(checkpoint: Checkpoint) -> str:
     header, _ = build_header({n: (p.dtype, p.shape) for n, p in checkpoint.parameters.items()})
     digest = hashlib.sha256(header)
     for parameter in checkpoint.parameters.values():
-        for entry in parameter.parts:
+        for entry in (entry for part in parameter.parts for entry in part_entries(part)):
             for chunk in read_chunks(entry):
                 _update(digest, chunk)
     return digest.hexdigest()
@@ -58,9 +60,10 @@ def write_weights(checkpoint: Checkpoint, compute_dtype: str, path: Path) -> Wri
     target = format_named(compute_dtype)
     header, _ = build_header({n: (target.name, p.shape) for n, p in checkpoint.parameters.items()})
     parameters = checkpoint.parameters.values()
-    converts = any(p.arrange is not None or any(e.dtype != target.name for e in p.parts) for p in parameters)
-    if not converts:
-        named = ((name, entry) for p in parameters for name, entry in zip(p.names, p.parts, strict=True))
+    plain = [(n, e) for p in parameters for n, e in zip(p.names, p.parts, strict=True) if isinstance(e, TensorEntry)]
+    whole = len(plain) == sum(len(p.parts) for p in parameters) and all(p.arrange is None for p in parameters)
+    if whole and all(entry.dtype == target.name for _, entry in plain):
+        named = iter(plain)
         chunks = (chunk for name, entry in named for chunk in _finite_chunks(name, entry))
         digest = write_stream(path, header, chunks)
         return WrittenWeights(read_header(path), digest, digest)
@@ -99,21 +102,29 @@ def _require_finite(name: str, chunk: bytes | memoryview, dtype: str) -> None:
 def _converted(checkpoint: Checkpoint, target: str, source: "hashlib._Hash") -> Iterator[Chunk]:
     for parameter in checkpoint.parameters.values():
         if parameter.arrange is not None:
-            yield from _arranged(parameter, target, source)
+            (part,) = parameter.parts
+            yield from _arranged(parameter.names[0], part, target, source, parameter.arrange)
             continue
-        for name, entry in zip(parameter.names, parameter.parts, strict=True):
-            for chunk in read_chunks(entry, holes=False):
+        for name, part in zip(parameter.names, parameter.parts, strict=True):
+            if isinstance(part, CodedTensor):
+                yield from _arranged(name, part, target, source)
+                continue
+            for chunk in read_chunks(part, holes=False):
                 _update(source, chunk)
-                yield _converted_chunk(name, chunk, entry.dtype, target)
+                yield _converted_chunk(name, chunk, part.dtype, target)
 
 
-def _arranged(parameter: Parameter, target: str, source: "hashlib._Hash") -> Iterator[Chunk]:
-    """A parameter whose rows lie otherwise in the checkpoint: read whole, put in order."""
-    assert parameter.arrange is not None
-    (entry,) = parameter.parts
-    stored = read_tensor(entry)
-    _update(source, tensor_bytes(stored))
-    yield _converted_chunk(parameter.names[0], tensor_bytes(parameter.arrange(stored)), entry.dtype, target)
+def _arranged(
+    name: str, part: Part, target: str, source: "hashlib._Hash", arrange: Callable[[Any], Any] | None = None
+) -> Iterator[Chunk]:
+    """A part read whole: one whose rows lie otherwise in the checkpoint, put in order, or codes, as their numbers."""
+    for entry in part_entries(part):
+        for chunk in read_chunks(entry, holes=False):
+            _update(source, chunk)
+    value = read_part(part)
+    data = tensor_bytes(value if arrange is None else arrange(value))
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield _converted_chunk(name, data[start : start + CHUNK_BYTES], part.dtype, target)
 
 
 def _converted_chunk(name: str, chunk: Chunk, source: str, target: str) -> Chunk:

@@ -14,6 +14,9 @@ from typing import Any
 from toolchain.errors import DtoolError, name_list
 from toolchain.formats import COMPUTE_FORMATS
 from toolchain.model.config import DecoderConfig
+from toolchain.model.foreign.cache import Foreign, name_cache_scales, take_cache_scales
+from toolchain.model.foreign.coded import CodedTensor, Part, gather_coded, is_zero
+from toolchain.model.foreign.scheme import QUANT_FILE, Scheme, read_scheme
 from toolchain.model.hf import Stored, benign_suffixes, config_from_hf, root_prefix, stored_parts
 from toolchain.model.parameters import EMBEDDING, HEAD, parameter_shapes
 from toolchain.model.pickle_file import read_pickle
@@ -37,7 +40,7 @@ class Parameter:
     """
 
     shape: tuple[int, ...]
-    parts: tuple[TensorEntry, ...]
+    parts: tuple[Part, ...]
     names: tuple[str, ...]
     arrange: Callable[[Any], Any] | None = None
 
@@ -53,7 +56,7 @@ class Checkpoint:
     """A checked folder: the model's config and where each parameter's bytes lie.
 
     `parameters` is in the decoder's order, tied matrices once, so that it does not depend on how the
-    checkpoint is cut into files. `notes` are things a user should see.
+    checkpoint is cut into files. `notes` are things a user should see. `foreign`: how it was quantized, where it was.
     """
 
     path: Path
@@ -61,6 +64,7 @@ class Checkpoint:
     parameters: dict[str, Parameter]
     tokenizer_files: tuple[Path, ...]
     notes: tuple[str, ...]
+    foreign: Foreign | None = None
 
 
 def open_checkpoint(folder: Path, context_len: int | None = None) -> Checkpoint:
@@ -76,18 +80,33 @@ def open_checkpoint(folder: Path, context_len: int | None = None) -> Checkpoint:
             expected="a folder",
             found="a file" if folder.exists() else "no such folder",
         )
-    document = _read_json(folder / "config.json")
     notes: list[str] = []
-    stored = _read_tensors(folder, notes)
-    config = config_from_hf(document, stored, context_len=context_len, notes=notes)
+    document, scheme = read_quantized_config(folder, notes)
+    entries = _read_tensors(folder, notes)
+    stored: dict[str, Part] = dict(entries) if scheme is None else gather_coded(entries, scheme)
+    taken = {} if scheme is None else take_cache_scales(stored, scheme)
+    floats = {name: part for name, part in stored.items() if not isinstance(part, CodedTensor)}
+    config = config_from_hf(document, floats, context_len=context_len, notes=notes)
     stored = _rooted(root_prefix(document), stored_parts(document, config), stored, notes)
     if config.tie_word_embeddings:
         config = _settle_tie(document, config, stored, notes)
     parameters = _match(document, config, stored, notes)
+    foreign = None
+    if scheme is not None:
+        layers = [f"model.layers.{i}.self_attn.qkv_proj.weight" for i in range(config.num_hidden_layers)]
+        cache = name_cache_scales(taken, [parameters[name].names for name in layers], notes) if scheme.kv_format else {}
+        foreign = Foreign(scheme, cache)
     files = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
     if folder / "tokenizer.json" not in files:
         notes.append("no tokenizer.json: text commands will refuse, parity and bench by token ids work")
-    return Checkpoint(folder, config, parameters, files, tuple(notes))
+    return Checkpoint(folder, config, parameters, files, tuple(notes), foreign)
+
+
+def read_quantized_config(folder: Path, notes: list[str]) -> tuple[dict[str, Any], Scheme | None]:
+    """What config.json says of the model, and how its checkpoint is quantized; None where it is not."""
+    document = _read_json(folder / "config.json")
+    beside = folder / QUANT_FILE
+    return read_scheme(document, _read_json(beside) if beside.is_file() else None, notes)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -178,20 +197,28 @@ def _require_shards(folder: Path, index: str, shards: dict[str, list[str]]) -> N
 
 
 def _match(
-    document: dict[str, Any], config: DecoderConfig, stored: dict[str, TensorEntry], notes: list[str]
+    document: dict[str, Any], config: DecoderConfig, stored: dict[str, Part], notes: list[str]
 ) -> dict[str, Parameter]:
     """Pair every parameter with its stored tensors one to one, or say exactly what does not fit."""
     wanted = stored_parts(document, config)
     expected = {name: shape for s in wanted.values() for name, shape in zip(s.names, s.shapes, strict=True)}
     benign = benign_suffixes(document)
     missing = [name for name in expected if name not in stored]
-    extra = [name for name in stored if name not in expected and not name.endswith(benign)]
+    blank = [name for name in stored if name not in expected and _is_blank_bias(name, stored)]
+    extra = [name for name in stored if name not in expected and not name.endswith(benign) and name not in blank]
     if missing or extra:
         raise DtoolError(
             "the checkpoint's tensors are not those of its config",
             expected=f"{len(expected)} tensors; {len(missing)} missing: {name_list(missing) or 'none'}",
             found=f"{len(stored)} tensors; {len(extra)} unknown: {name_list(extra) or 'none'}",
             fix="check config.json against the weights; nothing was written",
+        )
+    if turned := [s.names[0] for s in wanted.values() if s.transposed and isinstance(stored[s.names[0]], CodedTensor)]:
+        raise DtoolError(
+            "codes of matrices that this family stores as [in, out] are not supported",
+            expected="matrices of floats",
+            found=name_list(turned),
+            fix="give the checkpoint that was not quantized",
         )
     wrong = [f"{n} {list(stored[n].shape)} (expected {list(s)})" for n, s in expected.items() if stored[n].shape != s]
     if wrong:
@@ -208,7 +235,9 @@ def _match(
             found=f"{len(coded)} tensors: {name_list(coded)}",
             fix="give the checkpoint that was not quantized",
         )
-    unused = sorted(name for name in stored if name not in expected)
+    if blank:
+        notes.append(f"{len(blank)} biases that the model does not have are zero, and left out: {name_list(blank, 2)}")
+    unused = sorted(name for name in stored if name not in expected and name not in blank)
     if unused:
         notes.append(f"{len(unused)} stored tables not used, as they are computed anew: {name_list(unused)}")
     shapes = parameter_shapes(config)
@@ -218,9 +247,15 @@ def _match(
     }
 
 
-def _rooted(
-    root: str, wanted: dict[str, Stored], stored: dict[str, TensorEntry], notes: list[str]
-) -> dict[str, TensorEntry]:
+def _is_blank_bias(name: str, stored: dict[str, Part]) -> bool:
+    """Whether a tensor is a bias of zeros, which some quantizers store with every matrix."""
+    module, _, kind = name.rpartition(".")
+    bias = stored[name]
+    coded = kind == "bias" and isinstance(stored.get(f"{module}.weight"), CodedTensor)
+    return coded and not isinstance(bias, CodedTensor) and is_zero(bias)
+
+
+def _rooted(root: str, wanted: dict[str, Stored], stored: dict[str, Part], notes: list[str]) -> dict[str, Part]:
     """The tensors under their full names: a trunk saved without its head leaves out the root of the names."""
     rooted = {name for s in wanted.values() for name in s.names if name.startswith(root)}
     if not root or any(name.startswith(root) for name in stored) or not any(root + name in rooted for name in stored):
@@ -230,7 +265,7 @@ def _rooted(
 
 
 def _settle_tie(
-    document: dict[str, Any], config: DecoderConfig, stored: dict[str, TensorEntry], notes: list[str]
+    document: dict[str, Any], config: DecoderConfig, stored: dict[str, Part], notes: list[str]
 ) -> DecoderConfig:
     """The config with the head tied, or untied where the checkpoint holds a head of its own.
 
@@ -253,7 +288,7 @@ def _settle_tie(
     return untied
 
 
-def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
+def _same_bytes(a: Part, b: Part) -> bool:
+    if isinstance(a, CodedTensor) or isinstance(b, CodedTensor) or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     return all(x == y for x, y in zip(read_chunks(a, holes=False), read_chunks(b, holes=False), strict=True))

@@ -36,11 +36,15 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a checkpoint holds for one parameter: names and shapes, and how one tensor becomes the parameter."""
+    """What a checkpoint holds for one parameter: names and shapes, and how one tensor becomes the parameter.
+
+    `transposed`: the tensor is [in, out].
+    """
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     arrange: Callable[[Any], Any] | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,5 +248,6 @@ def _stored(family: Family, names: Names, config: DecoderConfig, name: str, shap
     full = tuple(f"{layer}{part}.{kind}" for part in parts)
     layout = family.layouts.get(inner)
     if layout is not None:
-        return Stored(full, (layout.stored_shape(config, shape),), lambda tensor: layout.arrange(config, tensor))
+        stored_shape = layout.stored_shape(config, shape)
+        return Stored(full, (stored_shape,), lambda tensor: layout.arrange(config, tensor), layout is TRANSPOSED)
     return Stored(full, tuple((n, *shape[1:]) for n in (rows if len(parts) > 1 else shape[:1])))

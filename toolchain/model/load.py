@@ -14,6 +14,7 @@ from toolchain.model.caches import caches_of
 from toolchain.model.checkpoint import Parameter, open_checkpoint
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Decoder
+from toolchain.model.foreign.coded import read_part
 from toolchain.model.parameters import parameter_shapes
 from toolchain.model.quantized import (
     CHANNEL_WEIGHT,
@@ -81,7 +82,7 @@ def fill_parameters(
     target = format_named(dtype).torch_dtype
     for name, parameter in parameters.items():
         module, attribute = _owner(decoder, name)
-        tensors = [read_tensor(part).to(target) for part in parameter.parts]
+        tensors = [read_part(part).to(target) for part in parameter.parts]
         value = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         if parameter.arrange is not None:
             value = parameter.arrange(value).contiguous()

@@ -12,6 +12,7 @@ from toolchain.model.caches import CacheFormat, describe_caches
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.cache import plan_caches
 from toolchain.quantize.plan import QuantizePlan, plan_quantization
+from toolchain.quantize.stored import StoredScales, needs_calibration, open_stored
 from toolchain.recipe import Recipe, find_data
 from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor_bytes, write_stream
 
@@ -42,10 +43,13 @@ def quantize_artifact(
     caches = plan_caches(config, recipe, str(exported.manifest.details["compute_dtype"]))
     for note in plan.notes:
         report(f"note: {note}")
-    blocks = _calibration_blocks(exported, recipe) if recipe.needs_calibration else None
+    stored = open_stored(exported, recipe, plan)
+    for note in () if stored is None else stored.notes:
+        report(f"note: {note}")
+    blocks = _calibration_blocks(exported, recipe) if needs_calibration(recipe, plan, config, stored) else None
     with create_artifact(out, STAGE, force=force) as draft:
         progress = None if blocks is None else _open_progress(out, quantize_key(exported, recipe), report)
-        entries = _write_weights(exported, recipe, plan, caches, blocks, draft, progress, report)
+        entries = _write_weights(exported, recipe, plan, caches, stored, blocks, draft, progress, report)
         _write_graphs(exported, config, recipe, plan, caches, entries, draft)
         _describe(exported, recipe, plan, caches, draft)
     if progress is not None:
@@ -60,9 +64,15 @@ def quantize_key(exported: Artifact, recipe: Recipe) -> str:
 
 def _lineage(exported: Artifact, recipe: Recipe) -> dict[str, str]:
     lineage = {"source": exported.identity}
-    if recipe.needs_calibration:
+    if _calibrates(exported, recipe):
         lineage["calibration"] = hash_file(find_data(recipe.calibration.data))
     return lineage
+
+
+def _calibrates(exported: Artifact, recipe: Recipe) -> bool:
+    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    plan = plan_quantization(config, recipe)
+    return needs_calibration(recipe, plan, config, open_stored(exported, recipe, plan))
 
 
 def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
@@ -87,6 +97,7 @@ def _write_weights(
     recipe: Recipe,
     plan: QuantizePlan,
     caches: Caches,
+    stored: StoredScales | None,
     blocks: Any,
     draft: Draft,
     progress: Any,
@@ -99,7 +110,7 @@ def _write_weights(
     source = read_header(exported.file(WEIGHTS))
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
     excess = survey_excess(source, config, recipe, plan, blocks, report)
-    stream = QuantizedStream(source, config, recipe, plan, caches, blocks, report, excess, progress)
+    stream = QuantizedStream(source, config, recipe, plan, caches, blocks, report, excess, progress, stored)
     header, _ = build_header(stream.layout())
     path = draft.path / WEIGHTS
     chunks = (tensor_bytes(tensor) for tensor in stream.tensors())

@@ -31,6 +31,7 @@ from toolchain.quantize.plan import QuantizePlan
 from toolchain.quantize.progress import Progress
 from toolchain.quantize.rotation import block_width, rotation_matrix
 from toolchain.quantize.rounding import round_matrix
+from toolchain.quantize.stored import StoredScales
 from toolchain.quantize.walk import Seen, WalkedLayer, static_scales, walk
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry, read_tensor
@@ -55,6 +56,7 @@ class QuantizedStream:
     report: Callable[[str], None]
     excess: Mapping[int, Excess] = field(default_factory=dict)
     progress: Progress | None = None
+    stored: StoredScales | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     identity_error: float = 0.0
 
@@ -119,6 +121,8 @@ class QuantizedStream:
             yield from kept["tensors"]
         for rest in layers:
             found |= self._scales(rest)
+        if self.stored is not None:
+            found |= self.stored.static_scales(format_named(next(iter(self.source.values())).dtype).torch_dtype)
         yield from (found[name] for name in self._static_shapes())
         yield from self._shape_tensors(found)
 
@@ -163,20 +167,24 @@ class QuantizedStream:
     def _stored(
         self, name: str, entry: TensorEntry, value: torch.Tensor, seen: Mapping[str, Seen]
     ) -> Iterator[torch.Tensor]:
-        """A tensor as it is stored: as it was, or its codes and its scales."""
+        """A tensor as it is in the file: as it was, or its codes and its scales."""
         held_in, module = format_named(entry.dtype).torch_dtype, name.removesuffix(".weight")
         if module not in self.plan.weights or name == module:
             yield value.to(held_in)
             return
         watched = seen.get(module.split(".", 3)[3]) if module.startswith(LAYERS) else None
         try:
-            rounded = round_matrix(
-                value,
-                self.plan.weights[module],
-                parts=self.config.part_sizes(name),
-                group_size=self.plan.groups.get(module, 0),
-                held_in=held_in,
-                hessian_II=None if watched is None else watched.hessian,
+            rounded = (
+                self.stored.round(module, value.to(held_in))
+                if self.stored is not None
+                else round_matrix(
+                    value,
+                    self.plan.weights[module],
+                    parts=self.config.part_sizes(name),
+                    group_size=self.plan.groups.get(module, 0),
+                    held_in=held_in,
+                    hessian_II=None if watched is None else watched.hessian,
+                )
             )
         except ValueError as error:
             raise DtoolError(f"{name} cannot be quantized", found=str(error), fix="check the checkpoint") from error
