@@ -218,7 +218,7 @@ def test_a_key_that_is_not_finite_shows_in_its_row_and_head_alone(bad):
     caches = [torch.zeros(2, 2, 16, 16, dtype=torch.int8) for _ in range(2)]
     scales = tuple(torch.full((2, 2, 16), float("nan")) for _ in range(2))  # what lies in unused slots is not read
     tables = (torch.ones(16, 8), torch.zeros(16, 8))
-    out = attend_in_place(qkv, *tables, torch.tensor([0, 4]), *caches, spec, scales=scales)
+    out = attend_in_place(qkv, *tables, torch.tensor([0, 0]), *caches, spec, scales=scales)
     heads = out.unflatten(-1, (4, 16))
     assert heads[0, 2:, :2].isnan().all()
     assert heads[0, :2].isfinite().all()
