@@ -21,6 +21,9 @@ def test_every_recipe_in_the_folder_is_valid_and_names_no_model(name):
         ({"weights": {"formt": "int8"}}, ["weights.formt", "format"]),
         ({"weights": {"format": "int3"}}, ["weights.format", "int3"]),
         ({"engine": {"batch": {"min": 4, "opt": 1, "max": 8}}}, ["engine.batch", "min <= opt <= max"]),
+        ({"kv_cache": {"format": "int8", "granularity": "tokens"}}, ["kv_cache.granularity", "'token'"]),
+        ({"kv_cache": {"format": "int4"}}, ["kv_cache.format", "int4"]),
+        ({"kv_cache": {"skip": "model.layers.0.self_attn"}}, ["kv_cache.skip"]),
         ({"activations": {"format": "int8"}}, ["activations.format int8 needs weights.format int8"]),
         ({"schema_version": 2}, ["schema_version"]),
         ({"compute_dtype": "int8"}, ["compute_dtype"]),
@@ -33,6 +36,20 @@ def test_mistakes_are_named_with_near_matches(change, texts):
         parse_recipe(GOOD | change, "mine.toml")
     for text in ["mine.toml", *texts]:
         assert text in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("sections", "needed"),
+    [
+        ({"kv_cache": {"format": "int8"}}, True),
+        ({"kv_cache": {"format": "int8", "granularity": "token"}}, False),
+        ({"kv_cache": {"format": "fp8_e4m3", "granularity": "token"}, "weights": {"format": "int8"}}, False),
+        ({"kv_cache": {"format": "int8", "granularity": "token"}, "smoothing": {"algorithm": "awq"}}, True),
+        ({"kv_cache": {"granularity": "token"}}, False),
+    ],
+)
+def test_scales_of_tokens_need_no_calibration(sections, needed):
+    assert parse_recipe(GOOD | sections, "mine.toml").needs_calibration == needed
 
 
 def test_set_overrides_values_and_creates_sections():

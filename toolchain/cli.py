@@ -99,7 +99,6 @@ def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, 
     gc.disable()  # a million objects are imported and stay: searching them takes a fifth of the time
     from toolchain.artifact import check_output
     from toolchain.export.stage import contract_tables, export_checkpoint
-    from toolchain.model.caches import caches_of
     from toolchain.model.config import DecoderConfig
     from toolchain.recipe import load_recipe
 
@@ -109,7 +108,7 @@ def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, 
         artifact = export_checkpoint(folder, recipe, out, force=force, report=say)
     config = DecoderConfig.model_validate(artifact.json("decoder.json"))
     one_layer = config.model_copy(update={"num_hidden_layers": 1})
-    click.echo(contract_tables(one_layer, caches_of(artifact.manifest.kv_contract, 1)))
+    click.echo(contract_tables(one_layer, artifact.manifest.kv_contract))
     click.echo(f"\nthe caches of layer 0 stand for all {config.num_hidden_layers} layers")
     click.echo(f"\nwritten to {out}")
     gc.freeze()  # or the interpreter searches them once more before it ends
@@ -334,9 +333,7 @@ def run(
 @click.option("--context", type=click.IntRange(min=1), help="Tokens of a sequence; by default 4096 or what there is.")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Sequences at once.")
 @click.option("--weights", metavar="FORMAT", help="float16 (default), bfloat16, int8, fp8_e4m3, int4_g128, int4_g32.")
-@click.option(
-    "--cache", metavar="FORMAT", help="The KV cache: float16 (default), bfloat16, int8, fp8_e4m3, int8_token."
-)
+@click.option("--cache", metavar="FORMAT", help="The KV cache: float16 (default), bfloat16, int8, int8_token, ...")
 @_json
 @_html
 def inspect(path: str, as_json: bool, html: Path | None, **asked: Any) -> None:

@@ -35,8 +35,16 @@ WEIGHTS = {
     ),
     "int4": ({"weights": {"format": "int4"}}, ("Half", "Int4")),
 }
-CACHES = {"fp16": "none", "int8": "int8", "fp8": "fp8_e4m3"}
-CACHE_TYPES = {"fp16": "Half", "int8": "Int8", "fp8": "FP8"}
+CACHES = {
+    "fp16": {},
+    "int8": {"format": "int8"},
+    "int8-token": {"format": "int8", "granularity": "token"},
+    "mixed": {"format": "int8", "granularity": "token", "skip": ["model.layers.1.self_attn"]},
+    "fp8": {"format": "fp8_e4m3"},
+    "fp8-token": {"format": "fp8_e4m3", "granularity": "token"},
+}
+CACHE_TYPES = {"fp16": {"Half"}, "int8": {"Int8"}, "mixed": {"Int8", "Half"}, "fp8": {"FP8"}}
+CACHE_TYPES |= {f"{name}-token": CACHE_TYPES[name] for name in ("int8", "fp8")}
 
 
 def quiet(_):
@@ -46,8 +54,8 @@ def quiet(_):
 def refusal(weights, cache, attention, sm):
     """What preflight must say; None where the engine must build."""
     if attention == "native" and cache != "fp16":
-        return f"native attention cannot keep an {CACHES[cache]} cache"
-    if sm == "sm80" and "fp8" in (weights, cache):
+        return f"native attention cannot keep an {CACHES[cache]['format']} cache"
+    if sm == "sm80" and "fp8" in (weights, cache.removesuffix("-token")):
         return "sm80 (A100, A30) has no fp8_e4m3"
     return None
 
@@ -82,7 +90,7 @@ def source(matrix_export, tmp_path, monkeypatch, make_recipe):
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_every_combination_builds_as_asked_or_is_refused_at_once(weights, cache, source, make_recipe, tmp_path):
     sections, types = WEIGHTS[weights]
-    sections = sections | ({"kv_cache": {"format": CACHES[cache]}} if cache != "fp16" else {})
+    sections = sections | ({"kv_cache": CACHES[cache]} if cache != "fp16" else {})
     artifact = source(sections)
     for attention in ("plugin", "native"):
         for sm in SMS:
@@ -129,7 +137,11 @@ def check_report(engine, types, attention, cache):
 
 
 def check_cache(entry, config, cache):
-    """Nothing of the cache's shape is written in another type than the cache's."""
+    """Nothing of the cache's shape is written in another type than the caches', and scales are float."""
     shape = f"[-1,{config.num_key_value_heads},128,{config.head_dim}]"
     written = {t.split("[")[0] for row in entry["layers"] for t in row["outputs"] if t.endswith(shape)}
-    assert written <= {CACHE_TYPES[cache]}
+    assert written <= CACHE_TYPES[cache]
+    scales = f"[-1,{config.num_key_value_heads},128]"
+    kinds = [t.split("[")[0] for row in entry["layers"] for t in row["outputs"] if t.endswith(scales)]
+    layers = config.num_hidden_layers - (cache == "mixed") if cache == "mixed" or cache.endswith("token") else 0
+    assert kinds == ["Float"] * 2 * layers

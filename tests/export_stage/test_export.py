@@ -75,7 +75,7 @@ def assert_equal_to_eager(model, artifact, ids, plan):
 
 def test_contract_table_is_as_promised(exported):
     config = config_of(exported).model_copy(update={"num_hidden_layers": 1})
-    assert contract_tables(config, [CacheFormat("float32")]) == CONTRACT
+    assert contract_tables(config, {"dtype": "float32"}) == CONTRACT
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -1,13 +1,13 @@
 """`dtool export`: a checkpoint folder becomes three ONNX graphs over one weights file."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolchain.artifact import Artifact, check_output, create_artifact, hash_file, open_artifact, stage_key
 from toolchain.export.weights import checkpoint_identity, write_weights
 from toolchain.graph_io import CACHE_LAYOUT, GRAPH_FILES, PHASES, external_initializer, graph_io
-from toolchain.model.caches import CacheFormat, describe_caches
+from toolchain.model.caches import CacheFormat, caches_of, describe_caches
 from toolchain.model.checkpoint import Checkpoint, open_checkpoint
 from toolchain.model.config import DecoderConfig
 from toolchain.model.foreign.scheme import QUANT_FILE, STORED_DETAILS, STORED_SCALES
@@ -131,6 +131,7 @@ def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def contract_tables(config: DecoderConfig, caches: Sequence[CacheFormat]) -> str:
-    """The GraphIO tables of the phases a user calls, as text."""
+def contract_tables(config: DecoderConfig, contract: Mapping[str, object]) -> str:
+    """The GraphIO tables of the phases a user calls, as text; `contract` is the manifest's `kv_contract`."""
+    caches = caches_of(contract, config.num_hidden_layers)
     return "\n\n".join(f"{p}\n{graph_io(config, p, caches).table()}" for p in ("prefill", "decode"))

@@ -130,6 +130,8 @@ def _prefill(family: int, padded: int, extras: frozenset[str]) -> Launch:
         block_n, apart = 32, True
     if "token_scales" in extras:
         block_n = min(block_n, _TOKEN_SCALES_BLOCK_N.get((family, max(64, padded)), block_n))
+        if (family, padded) == (90, 256) and {"window", "qk_norm"} <= extras:
+            stages = 1  # the pipeline's addresses would not fit either
     rows = {"BLOCK_M": block_m, "BLOCK_N": block_n}
     return Launch(rows | ({"APART": 1} if apart else {}), warps, stages)
 
