@@ -52,10 +52,14 @@ def scale_from_amax(amax: torch.Tensor, fmt: str = "int8", *, held_in: torch.dty
     Their values are ones that `held_in` has, so that a graph may cast them to it without loss.
     """
     qmax = CODE_RANGE[fmt][1]
-    smallest = SMALLEST_SCALE if held_in == torch.float32 else torch.finfo(held_in).tiny
     if not bool(torch.isfinite(amax).all()):
         raise ValueError("amax is not finite: the tensor holds inf or NaN")
-    return (amax.float() / qmax).clamp_min(smallest).to(held_in).float()
+    return (amax.float() / qmax).clamp_min(smallest_scale(held_in)).to(held_in).float()
+
+
+def smallest_scale(held_in: torch.dtype) -> float:
+    """The least scale of a type: positive, and no denormal number of a half."""
+    return SMALLEST_SCALE if held_in == torch.float32 else torch.finfo(held_in).tiny
 
 
 def token_scale(x_BTI: torch.Tensor, fmt: str = "int8") -> torch.Tensor:

@@ -36,24 +36,41 @@ def smooth(alpha, algorithm="smoothquant"):
     return {"smoothing": {"algorithm": algorithm, "alpha": alpha}}
 
 
+ROTATED = {"rotation": {"stream": True, "values": True, "feed_forward": True}}
+EXCESS = STATIC | {"excess_channels": 8}
+INT4 = {"format": "int4", "group_size": 128} | GPTQ | {"refinements": 4}
+SEQUENTIAL = {"calibration": {"inputs": "quantized"}}
+
 CASES = {
     "int8-rtn": {"weights": INT8},
-    "int8-clip": {"weights": INT8 | {"clip": "search"}},
     "int8-gptq": {"weights": INT8 | GPTQ},
     "token-rtn": {"weights": INT8, "activations": PER_TOKEN},
     "token-smooth": {"weights": INT8, "activations": PER_TOKEN} | smooth(0.5),
-    "token-smooth-gptq": {"weights": INT8 | GPTQ, "activations": PER_TOKEN} | smooth(0.5),
+    "token-rotated": {"weights": INT8, "activations": PER_TOKEN} | ROTATED,
+    "token-rotated-gptq": {"weights": INT8 | GPTQ, "activations": PER_TOKEN} | ROTATED,
     "static-smooth-0.85": {"weights": INT8, "activations": STATIC} | smooth(0.85),
-    "static-smooth-0.85-gptq": {"weights": INT8 | GPTQ, "activations": STATIC} | smooth(0.85),
+    "static-rotated": {"weights": INT8, "activations": EXCESS} | ROTATED,
+    "static-rotated-gptq": {"weights": INT8 | GPTQ, "activations": EXCESS} | ROTATED,
     "fp8-static": {"weights": FP8, "activations": FP8_STATIC},
     "fp8-static-gptq": {"weights": FP8 | GPTQ, "activations": FP8_STATIC},
+    "fp8-static-excess-gptq": {"weights": FP8 | GPTQ, "activations": FP8_STATIC | {"excess_channels": 8}},
     "int4-rtn": {"weights": {"format": "int4"}},
-    "int4-gptq": {"weights": {"format": "int4"} | GPTQ},
-    "int4-awq-gptq": {"weights": {"format": "int4"} | GPTQ} | smooth(0.5, "awq"),
+    "int4-gptq": {"weights": INT4},
+    "int4-awq-gptq": {"weights": INT4} | smooth(0.5, "awq"),
+    "int4-rotated-gptq": {"weights": INT4} | ROTATED | SEQUENTIAL,
+    "int4-64-rotated-gptq": {"weights": INT4 | {"group_size": 64}} | ROTATED | SEQUENTIAL,
     "kv-head": {"kv_cache": {"format": "int8"}},
+    "kv-head-rotated": {"kv_cache": {"format": "int8"}, "rotation": {"values": True}},
     "kv-token": {"kv_cache": {"format": "int8", "granularity": "token"}},
     "kv-fp8": {"kv_cache": {"format": "fp8_e4m3"}},
-    "all-int8": {"weights": INT8 | GPTQ, "activations": PER_TOKEN, "kv_cache": {"format": "int8"}} | smooth(0.5),
+    "kv-fp8-rotated": {"kv_cache": {"format": "fp8_e4m3"}, "rotation": {"values": True}},
+    "all-int8": {"weights": INT8 | GPTQ, "activations": PER_TOKEN, "kv_cache": {"format": "int8"}} | ROTATED,
+    "all-int8-token": {
+        "weights": INT8 | GPTQ,
+        "activations": PER_TOKEN,
+        "kv_cache": {"format": "int8", "granularity": "token"},
+    }
+    | ROTATED,
 }
 
 
@@ -135,7 +152,8 @@ def main() -> None:
     del decoder
     calibration = dict(item.split("=") for item in options.set)
     for name in options.case or CASES:
-        sections = CASES[name] | {"calibration": {k: int(v) for k, v in calibration.items()}}
+        text = CASES[name].get("calibration", {}) | {k: int(v) for k, v in calibration.items()}
+        sections = CASES[name] | {"calibration": text}
         recipe = parse_recipe({"schema_version": 1, "about": name} | sections, name)
         out = options.work / name
         shutil.rmtree(out, ignore_errors=True)

@@ -38,12 +38,10 @@ def quantization_page(document: dict[str, Any]) -> Page:
     ranked = sorted(rows, key=lambda row: math.inf if row[key] is None else row[key])
     table = Table(
         "matrices, the worst first",
-        ("matrix", "group", "weights dB", "outputs dB", "clipped %"),
-        tuple(
-            (r["matrix"], r["group_size"], r["weight_sqnr_db"], r["output_sqnr_db"], 100 * r["clipped_share"])
-            for r in ranked
-        ),
-        note="SQNR: 10 log10 of signal over rounding noise; outputs: of the product on the calibration text.",
+        ("matrix", "bits", "smallest scale", "largest", "weights dB", "outputs dB", "clipped %", "input outlier ratio"),
+        tuple(_matrix_row(row) for row in ranked),
+        note="SQNR: 10 log10 of signal over rounding noise; outputs: of the product on the calibration text. Outlier "
+        "ratio: the largest channel of the product's input over the median channel.",
     )
     worst: dict[str, float] = {}
     for row in rows:
@@ -60,9 +58,24 @@ def quantization_page(document: dict[str, Any]) -> Page:
         ("KV cache", _section(recipe["kv_cache"])),
         ("bits per parameter", f"{document['bits_per_parameter']:.2f}, scales included"),
         ("left in float", left),
+        ("calibration text", _coverage(document["calibration"])),
+        ("warnings", "; ".join(document["warnings"]) or "none"),
         ("bases and smoothing changed", f"{document['identity_error']:.1e} of a layer's output before rounding"),
     )
     return Page("what quantization lost", facts=facts, parts=(bars, table) if worst else (table,))
+
+
+def _matrix_row(row: dict[str, Any]) -> tuple[Any, ...]:
+    scales = f"{row['scale_min']:.2e}", f"{row['scale_max']:.2e}"
+    losses = row["weight_sqnr_db"], row["output_sqnr_db"], 100 * row["clipped_share"]
+    return (row["matrix"], row["bits"], *scales, *losses, row["input_outlier_ratio"])
+
+
+def _coverage(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none was needed"
+    share = 100 * found["vocabulary_share"]
+    return f"{found['samples']} x {found['seq_len']} tokens, {found['distinct_tokens']} distinct ({share:.1f} %)"
 
 
 def _section(section: dict[str, Any]) -> str:

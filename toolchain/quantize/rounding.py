@@ -52,6 +52,8 @@ def round_matrix(
         shown_OI = round_with_hessian(weight_OI, hessian_II, scale_OG, fmt)
         for _ in range(weights.refinements if weights.granularity != "tensor" else 0):
             shown_OI, scale_OG = refine(weight_OI, shown_OI, hessian_II, scale_OG, fmt, held_in=held_in)
+        blank_OG = weight_OI.unflatten(-1, (-1, width)).abs().amax(-1) == 0
+        shown_OI = shown_OI.masked_fill(blank_OG.repeat_interleave(width, dim=1), 0)  # zeros make nothing good
     else:
         shown_OI = weight_OI
     codes_OGg = quantize(shown_OI.unflatten(-1, (-1, width)), scale_OG[..., None], fmt)

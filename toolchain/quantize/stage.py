@@ -105,6 +105,7 @@ def _write_weights(
 ) -> dict[str, TensorEntry]:
     """Stream the weights through the quantizer into the new file, at most one layer in memory at a time."""
     from toolchain.quantize.excess import survey_excess
+    from toolchain.quantize.findings import coverage, warnings, worst_rows
     from toolchain.quantize.stream import QuantizedStream
 
     source = read_header(exported.file(WEIGHTS))
@@ -115,20 +116,16 @@ def _write_weights(
     path = draft.path / WEIGHTS
     chunks = (tensor_bytes(tensor) for tensor in stream.tensors())
     draft.known_sha256[WEIGHTS] = write_stream(path, header, chunks)
-    document = {"matrices": stream.rows, "not_quantized": list(plan.skipped)}
-    draft.write_json(QUANTIZATION, document | {"identity_error": stream.identity_error})
+    found = warnings(stream.rows, plan.rounded, str(exported.manifest.details["compute_dtype"]))
+    document = {"matrices": stream.rows, "not_quantized": list(plan.skipped), "warnings": found}
+    document |= {"calibration": coverage(blocks, config.vocab_size), "identity_error": stream.identity_error}
+    draft.write_json(QUANTIZATION, document)
+    for line in found:
+        report(f"warning: {line}")
     report(f"{len(plan.weights)} of {len(source)} tensors quantized, {path.stat().st_size / 1e6:.1f} MB")
     for row in worst_rows(stream.rows):
         report(row)
     return read_header(path)
-
-
-def worst_rows(rows: list[dict[str, Any]], count: int = 3) -> list[str]:
-    """The matrices that lost most, as lines: by their outputs where those were seen, else by their weights."""
-    key = "output_sqnr_db" if any(row["output_sqnr_db"] is not None for row in rows) else "weight_sqnr_db"
-    ranked = sorted((row for row in rows if row[key] is not None), key=lambda row: row[key])
-    what = "of its output" if key.startswith("output") else "of its weights"
-    return [f"  {row['matrix']}: {row[key]:.1f} dB {what}" for row in ranked[:count]]
 
 
 def _write_graphs(

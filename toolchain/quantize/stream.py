@@ -27,6 +27,7 @@ from toolchain.model.quantized import (
     SCALE_SUFFIX,
 )
 from toolchain.quantize.excess import PRODUCT, Excess
+from toolchain.quantize.findings import describe_matrix
 from toolchain.quantize.plan import QuantizePlan
 from toolchain.quantize.progress import Progress
 from toolchain.quantize.rotation import block_width, rotation_matrix
@@ -188,9 +189,8 @@ class QuantizedStream:
             )
         except ValueError as error:
             raise DtoolError(f"{name} cannot be quantized", found=str(error), fix="check the checkpoint") from error
-        row = {name: getattr(rounded, name) for name in ("weight_sqnr_db", "output_sqnr_db", "clipped_share")}
-        how = {"format": self.plan.weights[module].format, "group_size": self.plan.groups.get(module)}
-        self.rows.append({"matrix": module, **how, **row})
+        weights, group = self.plan.weights[module], self.plan.groups.get(module)
+        self.rows.append(describe_matrix(module, weights, group, value, rounded, watched, held_in))
         if self.recipe.calibration.inputs == "quantized":
             value.copy_(rounded.shown)  # the walk goes on with it
         yield rounded.codes
