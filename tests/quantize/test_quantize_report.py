@@ -35,7 +35,7 @@ def test_bits_per_parameter_count_codes_and_scales(document):
 def test_page_puts_the_worst_matrix_first(document):
     page = quantization_page(document)
     table = page.parts[-1]
-    values = [row[3] for row in table.rows]
+    values = [row[4] for row in table.rows]
     assert values == sorted(values)
     text, html = render_text(page), render_html(page)
     assert table.rows[0][0] in text
@@ -47,5 +47,5 @@ def test_without_activations_the_weights_alone_are_told(exported, tmp_path):
     recipe = make_recipe(weights={"format": "int8"})
     artifact = quantize_artifact(exported, recipe, tmp_path / "q", report=lambda _: None)
     page = quantization_page(quantization_document(artifact))
-    assert all(row[3] is None for row in page.parts[-1].rows)
+    assert all(row[4] is None for row in page.parts[-1].rows)
     assert "none" in dict(page.facts)["smoothing"]

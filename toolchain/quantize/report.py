@@ -38,10 +38,10 @@ def quantization_page(document: dict[str, Any]) -> Page:
     ranked = sorted(rows, key=lambda row: math.inf if row[key] is None else row[key])
     table = Table(
         "matrices, the worst first",
-        ("matrix", "bits", "smallest scale", "largest", "weights dB", "outputs dB", "clipped %", "input outlier ratio"),
+        ("matrix", "bits", "scales", "weights dB", "outputs dB", "clipped %", "outliers"),
         tuple(_matrix_row(row) for row in ranked),
-        note="SQNR: 10 log10 of signal over rounding noise; outputs: of the product on the calibration text. Outlier "
-        "ratio: the largest channel of the product's input over the median channel.",
+        note="SQNR: 10 log10 of signal over rounding noise; outputs: of the product on the calibration text. Outliers: "
+        "the largest channel of the product's input over the median channel.",
     )
     worst: dict[str, float] = {}
     for row in rows:
@@ -66,9 +66,9 @@ def quantization_page(document: dict[str, Any]) -> Page:
 
 
 def _matrix_row(row: dict[str, Any]) -> tuple[Any, ...]:
-    scales = f"{row['scale_min']:.2e}", f"{row['scale_max']:.2e}"
+    scales = f"{row['scale_min']:.0e}-{row['scale_max']:.0e}"
     losses = row["weight_sqnr_db"], row["output_sqnr_db"], 100 * row["clipped_share"]
-    return (row["matrix"], row["bits"], *scales, *losses, row["input_outlier_ratio"])
+    return (row["matrix"], row["bits"], scales, *losses, row["input_outlier_ratio"])
 
 
 def _coverage(found: dict[str, Any] | None) -> str:
