@@ -145,3 +145,47 @@ def check_cache(entry, config, cache):
     kinds = [t.split("[")[0] for row in entry["layers"] for t in row["outputs"] if t.endswith(scales)]
     layers = config.num_hidden_layers - (cache == "mixed") if cache == "mixed" or cache.endswith("token") else 0
     assert kinds == ["Float"] * 2 * layers
+
+
+ROTATED = {"rotation": {"stream": True, "values": True, "feed_forward": True}}
+BASES = {
+    "token": WEIGHTS["int8-w8a8"],
+    "static": (
+        {"weights": {"format": "int8"}, "activations": {"format": "int8", "granularity": "tensor"}},
+        ("Int8", "Int8"),
+    ),
+    "int4": WEIGHTS["int4"],
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_rotated_graphs_keep_their_products_in_their_formats(name, source, make_recipe, tmp_path):
+    """The bases cost two products at the model's ends and one a layer, in float; all others stay as they were."""
+    sections, types = BASES[name]
+    artifact = source(sections | ROTATED)
+    layers = DecoderConfig.model_validate(artifact.json("decoder.json")).num_hidden_layers
+    for sm in ("sm80", "sm89"):
+        recipe = make_recipe(sections=sections | ROTATED, targets=[sm], attention="plugin")
+        engine = build_engine(artifact.path, recipe, tmp_path / sm, report=quiet)
+        for phase in ("prefill", "decode"):
+            found = Counter()
+            for row in engine.json("report.json")["engines"][phase]["summary"]["products"]["precisions"]:
+                found[row["activations"], row["weights"]] += row["products"]
+            asked = Counter({types: 4 * layers}) + Counter({("Half", "Half"): 1 + 2 + layers})
+            assert found == asked
+
+
+def test_formats_per_matrix_reach_the_engine(source, make_recipe, tmp_path):
+    """INT4 feed-forwards under INT8 attention, by an override."""
+    mixed = {
+        "weights": {"format": "int8"},
+        "overrides": [{"match": ["*.mlp.*"], "weights": {"format": "int4", "group_size": 32}}],
+    }
+    artifact = source(mixed)
+    layers = DecoderConfig.model_validate(artifact.json("decoder.json")).num_hidden_layers
+    recipe = make_recipe(sections=mixed, targets=["sm89"], attention="plugin")
+    summary = build_engine(artifact.path, recipe, tmp_path / "e", report=quiet).json("report.json")["engines"]["decode"]
+    found = Counter()
+    for row in summary["summary"]["products"]["precisions"]:
+        found[row["activations"], row["weights"]] += row["products"]
+    assert found == Counter({("Half", "Int8"): 2 * layers, ("Half", "Int4"): 2 * layers, ("Half", "Half"): 1})
