@@ -148,7 +148,7 @@ def main() -> None:
     ids = token_blocks(texts, load_tokenizer(export), blocks=options.blocks, seq_len=512, seed=0)
     blocks = torch.from_numpy(ids)
     decoder = load_artifact_decoder(artifact)
-    references = [log_probabilities(decoder, "none", ids_T) for ids_T in blocks]
+    references = [log_probabilities(decoder, ids_T) for ids_T in blocks]
     del decoder
     calibration = dict(item.split("=") for item in options.set)
     for name in options.case or CASES:
