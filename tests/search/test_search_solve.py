@@ -1,6 +1,8 @@
 """The integer program against brute force, and the frontier."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -59,3 +61,10 @@ def test_a_model_of_eighty_layers_is_solved():
     problem = random_problem(5, units=161)
     found = cheapest(problem, 0.3)
     assert problem.loss_of(found) <= 0.3
+
+
+def test_the_solver_prints_nothing():
+    """A knapsack of real losses, for which HiGHS repairs solutions and says so on stdout."""
+    code = "import tests.search.test_search_solve as t; [t.frontier(t.random_problem(s, 61)) for s in range(3)]"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout == ""

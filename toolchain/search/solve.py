@@ -9,7 +9,11 @@ are formed again from the numbers themselves, and a bound that was overstepped i
 bytes `cheapest` gives the one of least loss.
 """
 
-from collections.abc import Mapping
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,7 +72,7 @@ def frontier(problem: Problem, points: int = 24) -> list[dict[str, str]]:
     small, exact = problem.extremes()
     low, high = problem.bytes_of(small), problem.bytes_of(exact)
     found: list[dict[str, str]] = []
-    for budget in np.linspace(low, high, points):
+    for budget in np.geomspace(low, high, points):
         mix = least_loss(problem, round(float(budget)))
         if mix is not None and (not found or problem.loss_of(mix) < problem.loss_of(found[-1])):
             found.append(mix)
@@ -115,18 +119,39 @@ def _program(
     fits = extra <= slack  # of what is left the scale is that of the room, and so is the tolerance
     largest = max(float(np.abs(cost[fits]).max(initial=0)), 1e-300)
     scale = slack or 1.0
-    result = milp(
-        cost / largest,
-        integrality=np.ones(len(pairs)),
-        bounds=Bounds(0, fits.astype(np.float64)),
-        constraints=[
-            LinearConstraint(choice, 1, 1),
-            LinearConstraint(np.where(fits, extra, 0)[None] / scale, ub=slack / scale),
-        ],
-        options={"mip_rel_gap": 0.0, "time_limit": 60.0},
-    )
+    with _silent():
+        result = milp(
+            cost / largest,
+            integrality=np.ones(len(pairs)),
+            bounds=Bounds(0, fits.astype(np.float64)),
+            constraints=[
+                LinearConstraint(choice, 1, 1),
+                LinearConstraint(np.where(fits, extra, 0)[None] / scale, ub=slack / scale),
+            ],
+            options={"mip_rel_gap": 0.0, "time_limit": 60.0},
+        )
     if result.x is None:
         if result.status in (0, 2):
             return None
         raise DtoolError("the integer program was not solved", found=str(result.message), fix="name fewer formats")
     return {unit: fmt for (unit, fmt), taken in zip(pairs, result.x, strict=True) if taken > 0.5}
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Nothing of what the solver's C++ prints reaches stdout, which holds results alone.
+
+    HiGHS (scipy 1.17) prints a line whenever it repairs a solution, whatever its options; C buffers it.
+    """
+    flush = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    flush(None)
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
