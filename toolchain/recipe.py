@@ -91,6 +91,8 @@ class Recipe(Section, frozen=True):
     def _with(self, overrides: Iterable[Override]) -> tuple[Weights, Activations]:
         changed = [self.weights.model_dump(exclude_unset=True), self.activations.model_dump(exclude_unset=True)]
         for override in overrides:
+            if "int4" in {changed[0].get("format"), override.weights.get("format", changed[0].get("format"))}:
+                changed[0].pop("granularity", None)  # which follows from the format here
             changed[0] |= override.weights
             changed[1] |= override.activations
         return Weights.model_validate(changed[0]), Activations.model_validate(changed[1])

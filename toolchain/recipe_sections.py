@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
+from toolchain.errors import did_you_mean
+
 
 class Section(pydantic.BaseModel, frozen=True, extra="forbid", strict=True):
     """Values keep the type they are written with: `true` is no 1, "5" is no 5."""
@@ -95,6 +97,9 @@ class Override(Section, frozen=True):
             raise ValueError("an override needs match and weights or activations")
         if "skip" in self.weights or "skip" in self.activations:
             raise ValueError('skip belongs to the sections; an override leaves matrices out with format = "none"')
+        for given, section in ((self.weights, Weights), (self.activations, Activations)):
+            for key in set(given) - set(section.model_fields):
+                raise ValueError(f"unknown key {key!r}; {did_you_mean(key, section.model_fields)}")
         return self
 
 

@@ -104,12 +104,12 @@ def walk(
     not walked again. Raises DtoolError when a value is not finite, or a layer is no longer itself.
     """
     products = watched_products(entries, recipe, plan)
-    first, streams = (0, None) if progress is None else (progress.first, progress.streams)
     stream_EE = rotation_matrix(config.hidden_size).float() if recipe.rotation.stream else None
-    if streams is None:
-        streams = embedded_text(entries, config, blocks, recipe.calibration.batch)
-        if stream_EE is not None:
-            streams = [x_BTE @ stream_EE for x_BTE in streams]
+    first, streams = (0, None) if progress is None else (progress.first, progress.streams)
+    streams = streams or [
+        x_BTE if stream_EE is None else x_BTE @ stream_EE
+        for x_BTE in embedded_text(entries, config, blocks, recipe.calibration.batch)
+    ]
     begin = time.monotonic()
     tables = position_tables(config)
     for i in range(first, config.num_hidden_layers):
