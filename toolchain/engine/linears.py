@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from toolchain.errors import DtoolError
-from toolchain.model.quantized import INPUT_SCALE
+from toolchain.model.quantized import CHANNEL_WEIGHT, FEED_FORWARD_ROTATION, INPUT_SCALE, ROTATION
+
+PLAIN = (ROTATION, FEED_FORWARD_ROTATION, CHANNEL_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +32,17 @@ class Linear:
 
 
 def find_linears(graph: ir.Graph) -> list[Linear]:
-    """Every product with a stored matrix, in graph order. Raises DtoolError on an unknown form."""
-    return [_linear(node) for node in graph if node.op_type == "MatMul" and node.domain == ""]
+    """Every product with a stored matrix, in graph order. Raises DtoolError on an unknown form.
+
+    The bases of a rotated model and the columns of an excess are read as they lie, and stay as they are.
+    """
+    products = [node for node in graph if node.op_type == "MatMul" and node.domain == ""]
+    return [_linear(node) for node in products if not _is_plain(node)]
+
+
+def _is_plain(node: ir.Node) -> bool:
+    weight = node.inputs[1]
+    return weight is not None and weight.is_initializer() and str(weight.name).endswith(PLAIN)
 
 
 def _linear(node: ir.Node) -> Linear:
