@@ -65,7 +65,7 @@ def round_matrix(
         codes=codes,
         scale=scale_OG if group_size else scale_OG[:, 0],
         shown=shown_OI,
-        weight_sqnr_db=_decibels(weight_OI.square().sum(), (weight_OI - shown_OI).square().sum()),
+        weight_sqnr_db=decibels(weight_OI.square().sum(), (weight_OI - shown_OI).square().sum()),
         output_sqnr_db=None if hessian_II is None else _output_sqnr(weight_OI, shown_OI, hessian_II),
         clipped_share=float(clipped),
     )
@@ -93,10 +93,10 @@ def _scales(
 def _output_sqnr(weight_OI: torch.Tensor, shown_OI: torch.Tensor, hessian_II: torch.Tensor) -> float:
     error_OI = weight_OI - shown_OI
     signal, noise = (((x_OI @ hessian_II) * x_OI).sum() for x_OI in (weight_OI, error_OI))
-    return _decibels(signal, noise)
+    return decibels(signal, noise)
 
 
-def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> float:
+def decibels(signal: torch.Tensor, noise: torch.Tensor) -> float:
     """At most 200 dB, which stands for no error at all."""
     power, loss = float(signal), float(noise)
     return 200.0 if loss <= 0 or power <= 0 else min(10 * math.log10(power / loss), 200.0)

@@ -15,7 +15,6 @@ weights of a channel alike by at most u; codes stay. A scale the type cannot hol
 Legend: O outputs, I inputs, G groups, g inputs of a group, K KV heads.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,7 +60,7 @@ class StoredScales:
         Raises DtoolError where the numbers are not those of the scales.
         """
         from toolchain.numerics import dequantize, pack_int4, quantize
-        from toolchain.quantize.rounding import RoundedMatrix
+        from toolchain.quantize.rounding import RoundedMatrix, decibels
 
         name = f"{module}.weight_scale"
         out, into = weight_OI.shape
@@ -88,7 +87,7 @@ class StoredScales:
             codes=pack_int4(codes_OI) if self.fmt == "int4" else codes_OI,
             scale=scale_OG if group else scale_OG[:, 0].contiguous(),
             shown=dequantize(codes_OGg, scale_OG[..., None]).flatten(1),
-            weight_sqnr_db=_decibels(float(weight_OI.float().square().sum()), float(error)),
+            weight_sqnr_db=decibels(weight_OI.float().square().sum(), error),
             output_sqnr_db=None,
             clipped_share=0.0,
         )
@@ -287,8 +286,3 @@ def _held(name: str, scale: "torch.Tensor", held_in: "torch.dtype") -> "torch.Te
             fix="export with compute_dtype bfloat16 or float32",
         )
     return scale.to(held_in).float()
-
-
-def _decibels(signal: float, noise: float) -> float:
-    """As in `rounding`: at most 200 dB, which stands for no error at all."""
-    return 200.0 if noise <= 0 or signal <= 0 else min(10 * math.log10(signal / noise), 200.0)

@@ -38,6 +38,7 @@ from toolchain.quantize.progress import Progress
 from toolchain.quantize.rotation import rotate_feed_forward, rotate_stream, rotate_values, rotation_matrix
 from toolchain.quantize.smoothing import Site, fold, shared_by_heads, sites, smoothing_scale, weight_sizes
 from toolchain.recipe import Recipe
+from toolchain.recipe_sections import KVCache
 from toolchain.tensor_file import TensorEntry
 
 Report = Callable[[str], None]
@@ -100,11 +101,12 @@ def walk(
     """Every layer in turn, then the head's input under the index `num_hidden_layers`.
 
     `blocks`: token ids int64 [samples, seq_len]; of the plan's matrices those inputs are watched that decide
-    something; `excess` by layer; what `progress` holds is
-    not walked again. Raises DtoolError when a value is not finite, or a layer is no longer itself.
+    something; `excess` by layer; what `progress` holds is not walked again. Raises DtoolError when a value is not
+    finite, or a layer is no longer itself.
     """
     products = watched_products(entries, recipe, plan)
-    stream_EE = rotation_matrix(config.hidden_size).float() if recipe.rotation.stream else None
+    exact_EE = rotation_matrix(config.hidden_size) if recipe.rotation.stream else None
+    stream_EE = None if exact_EE is None else exact_EE.float()
     first, streams = (0, None) if progress is None else (progress.first, progress.streams)
     streams = streams or [
         x_BTE if stream_EE is None else x_BTE @ stream_EE
@@ -119,7 +121,7 @@ def walk(
         sample_BTE = streams[0][:1]
         before_BTE = _plain_output(block, rope, sample_BTE, stream_EE)
         with torch.no_grad():
-            _rotate(block, layer, config, recipe, (excess or {}).get(i))
+            _rotate(block, layer, config, recipe, exact_EE, (excess or {}).get(i))
             outputs = _run(block, rope, streams, recipe, plan, layer, products)
             if recipe.smoothing.algorithm != "none":
                 _smooth(block, layer, config, recipe)
@@ -159,11 +161,18 @@ def _plain_output(block: Block, rope: Any, x_BTE: torch.Tensor, stream_EE: torch
     return run_layer(block, rope, x_BTE @ stream_EE.mT)[0] @ stream_EE
 
 
-def _rotate(block: Block, layer: WalkedLayer, config: DecoderConfig, recipe: Recipe, excess: Excess | None) -> None:
+def _rotate(
+    block: Block,
+    layer: WalkedLayer,
+    config: DecoderConfig,
+    recipe: Recipe,
+    stream_EE: torch.Tensor | None,
+    excess: Excess | None,
+) -> None:
     """The layer in the bases the recipe asks for; the excess of its last input set apart."""
     rotation = recipe.rotation
-    if rotation.stream:
-        rotate_stream(block, rotation_matrix(config.hidden_size))
+    if stream_EE is not None:
+        rotate_stream(block, stream_EE)
     if rotation.values:
         rotate_values(block, config)
     if excess is not None:
@@ -286,15 +295,20 @@ def _head_input(entries: Mapping[str, TensorEntry], config: DecoderConfig, strea
     return WalkedLayer(config.num_hidden_layers, {}, seen={"lm_head": seen})
 
 
+def cache_scale(amax_KD: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
+    """float32 static scales [K] of a cache whose channels reach `amax_KD`: of each head, or one for all."""
+    amax_K = amax_KD.amax(-1)
+    if kv_cache.granularity == "tensor":
+        amax_K = amax_K.max().expand_as(amax_K).contiguous()
+    return scale_from_amax(amax_K, kv_cache.format)
+
+
 def static_scales(layer: WalkedLayer, recipe: Recipe, plan: QuantizePlan, held_in: torch.dtype) -> dict[str, Any]:
     """float32 scales by parameter name: [K] of the cache, [] of every input that is rounded with a fixed scale."""
     prefix = f"model.layers.{layer.index}."
     found: dict[str, Any] = {}
     for part, amax_KD in layer.cache_amax.items():
-        amax_K = amax_KD.amax(-1)
-        if recipe.kv_cache.granularity == "tensor":
-            amax_K = amax_K.max().expand_as(amax_K).contiguous()
-        found[f"{prefix}self_attn.{part}"] = scale_from_amax(amax_K, recipe.kv_cache.format)
+        found[f"{prefix}self_attn.{part}"] = cache_scale(amax_KD, recipe.kv_cache)
     for name, seen in layer.seen.items():
         full = name if name == "lm_head" else prefix + name
         if full in plan.static:

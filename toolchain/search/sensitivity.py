@@ -28,7 +28,7 @@ from toolchain.quantize.excess import survey_excess
 from toolchain.quantize.plan import HEAD, QuantizePlan, plan_quantization
 from toolchain.quantize.rotation import block_width, rotation_matrix
 from toolchain.quantize.rounding import round_matrix
-from toolchain.quantize.walk import Seen, walk
+from toolchain.quantize.walk import Seen, cache_scale, walk
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
 
@@ -211,16 +211,10 @@ def _walk(
                 block.mlp.shape = InputShape(turned if base.rotation.feed_forward else None, *parts)
         model.seen |= {name if name == HEAD else prefix + name: seen for name, seen in layer.seen.items()}
         if layer.cache_amax:
-            first, second = (_cache_scale(layer.cache_amax[part].amax(-1), base) for part in KV_SCALES)
+            first, second = (cache_scale(layer.cache_amax[part], base.kv_cache) for part in KV_SCALES)
             model.cache_scales[layer.index] = (first, second)
     if base.rotation.stream:
         model.decoder.rotation_EE = rotation_matrix(config.hidden_size).float()
-
-
-def _cache_scale(amax_K: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    if recipe.kv_cache.granularity == "tensor":
-        amax_K = amax_K.max().expand_as(amax_K).contiguous()
-    return scale_from_amax(amax_K, recipe.kv_cache.format)
 
 
 def _nearest(recipe: Recipe) -> Recipe:
