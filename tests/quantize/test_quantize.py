@@ -18,6 +18,7 @@ from toolchain.model.config import DecoderConfig
 from toolchain.model.load import load_artifact_decoder
 from toolchain.model.quantized import dequantize_weight
 from toolchain.numerics import dequantize, pack_int4, quantize, scale_from_amax, token_scale, unpack_int4
+from toolchain.quantize.job import Job
 from toolchain.quantize.plan import plan_quantization
 from toolchain.quantize.rounding import round_matrix
 from toolchain.quantize.stage import quantize_artifact
@@ -264,7 +265,7 @@ def test_ranges_do_not_depend_on_the_batch_size(exported):
 
     def scales(batch, granularity):
         recipe = make_recipe(kv_cache={"format": "int8", "granularity": granularity}, calibration={"batch": batch})
-        layers = walk(entries, config, recipe, blocks, plan_quantization(config, recipe), lambda _: None)
+        layers = walk(Job(entries, config, recipe, plan_quantization(config, recipe), blocks=blocks))
         return {
             n: s
             for layer in layers

@@ -10,18 +10,13 @@ One batch tells which channels they are: they are the model's, not the text's. L
 Legend: I inputs of the product, O outputs, k channels.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from toolchain.model.config import DecoderConfig
 from toolchain.model.positions import position_tables, rope_table_names
+from toolchain.quantize.job import Job
 from toolchain.quantize.layer import embedded_text, load_layer, run_layer
-from toolchain.quantize.plan import QuantizePlan
-from toolchain.recipe import Recipe
-from toolchain.tensor_file import TensorEntry
 
 PRODUCT = "mlp.down_proj"
 LEAST_RATIO = 3.0
@@ -55,27 +50,20 @@ def find_excess(amax_I: torch.Tensor, most: int) -> Excess | None:
 
 
 @torch.no_grad()
-def survey_excess(
-    entries: Mapping[str, TensorEntry],
-    config: DecoderConfig,
-    recipe: Recipe,
-    plan: QuantizePlan,
-    blocks: Any,
-    report: Callable[[str], None],
-) -> dict[int, Excess]:
+def survey_excess(job: Job) -> dict[int, Excess]:
     """By layer, the excess at the input of its last product, from the first batch of the calibration text."""
-    asked: dict[int, int] = {}
+    asked, config = {}, job.config
     for i in range(config.num_hidden_layers):
-        activations = plan.rounded.get(f"model.layers.{i}.{PRODUCT}")
+        activations = job.plan.rounded.get(f"model.layers.{i}.{PRODUCT}")
         if activations is not None and activations.is_static and activations.excess_channels:
             asked[i] = activations.excess_channels
     found: dict[int, Excess] = {}
     if not asked:
         return found
-    stream_BTE = embedded_text(entries, config, blocks, recipe.calibration.batch, batches=1)[0]
+    stream_BTE = embedded_text(job.entries, config, job.blocks, job.recipe.calibration.batch, batches=1)[0]
     tables = position_tables(config)
     for i in range(max(asked) + 1):
-        block, sizes = load_layer(entries, config, i), []
+        block, sizes = load_layer(job.entries, config, i), []
         if i in asked:
             watch = lambda _, inputs, sizes=sizes: sizes.append(inputs[0].abs().flatten(0, -2).amax(0))  # noqa: E731
             block.get_submodule(PRODUCT).register_forward_pre_hook(watch)
@@ -85,7 +73,7 @@ def survey_excess(
         if excess is not None:
             found[i] = excess
             most = float(sizes[0].max())
-            report(
+            job.report(
                 f"layer {i}: {len(excess.channels)} channels reach {most:.4g}, all others at most {excess.limit:.4g}"
             )
     return found

@@ -16,6 +16,11 @@ import torch
 KEY, STREAMS = "key", "streams.pt"
 
 
+def time_span(seconds: float) -> str:
+    """A time as a person waits for it: seconds, or minutes from two on."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
 class Progress:
     """The finished layers of one quantization."""
 

@@ -6,7 +6,7 @@ static scales, and the rows of the report.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +14,6 @@ import torch
 
 from toolchain.errors import DtoolError
 from toolchain.formats import format_named
-from toolchain.model.caches import CacheFormat
-from toolchain.model.config import DecoderConfig
 from toolchain.model.quantized import (
     CHANNEL_WEIGHT,
     CHANNELS,
@@ -26,15 +24,12 @@ from toolchain.model.quantized import (
     ROTATION,
     SCALE_SUFFIX,
 )
-from toolchain.quantize.excess import PRODUCT, Excess
+from toolchain.quantize.excess import PRODUCT
 from toolchain.quantize.findings import describe_matrix
-from toolchain.quantize.plan import QuantizePlan
-from toolchain.quantize.progress import Progress
+from toolchain.quantize.job import Job
 from toolchain.quantize.rotation import block_width, rotation_matrix
 from toolchain.quantize.rounding import round_matrix
-from toolchain.quantize.stored import StoredScales
 from toolchain.quantize.walk import Seen, WalkedLayer, static_scales, walk
-from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry, read_tensor
 
 LAYERS = "model.layers."
@@ -43,34 +38,23 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True)
 class QuantizedStream:
-    """The tensors of one quantized artifact, in the order of `layout`; `rows` fill as they are made.
+    """The tensors of one quantized artifact, in the order of `layout`; `rows` fill as they are made."""
 
-    `blocks`: calibration text as ids [samples, seq_len], None where the recipe needs none.
-    """
-
-    source: Mapping[str, TensorEntry]
-    config: DecoderConfig
-    recipe: Recipe
-    plan: QuantizePlan
-    caches: tuple[CacheFormat, ...]
-    blocks: Any
-    report: Callable[[str], None]
-    excess: Mapping[int, Excess] = field(default_factory=dict)
-    progress: Progress | None = None
-    stored: StoredScales | None = None
+    job: Job
     rows: list[dict[str, Any]] = field(default_factory=list)
     identity_error: float = 0.0
 
     def layout(self) -> dict[str, tuple[str, Shape]]:
         """Format and shape of every tensor, by name."""
         layout: dict[str, tuple[str, Shape]] = {}
-        for name, entry in self.source.items():
+        plan = self.job.plan
+        for name, entry in self.job.entries.items():
             module = name.removesuffix(".weight")
-            if module not in self.plan.weights or name == module:
+            if module not in plan.weights or name == module:
                 layout[name] = (entry.dtype, entry.shape)
                 continue
             rows, width = entry.shape
-            group, fmt = self.plan.groups.get(module), self.plan.weights[module].format
+            group, fmt = plan.groups.get(module), plan.weights[module].format
             stored = (fmt, entry.shape) if group is None else ("uint8", (rows, width // 2))
             layout[name] = stored
             layout[name + SCALE_SUFFIX] = ("float32", (rows,) if group is None else (rows, width // group))
@@ -79,20 +63,20 @@ class QuantizedStream:
 
     def _static_shapes(self) -> dict[str, Shape]:
         shapes: dict[str, Shape] = {}
-        for i, cache in enumerate(self.caches):
+        for i, cache in enumerate(self.job.caches):
             if cache.quantized and not cache.token_scales:
-                shapes |= {f"{LAYERS}{i}.self_attn.{n}": (self.config.num_key_value_heads,) for n in KV_SCALES}
-        return shapes | {f"{name}.{INPUT_SCALE}": () for name in self.plan.static}
+                shapes |= {f"{LAYERS}{i}.self_attn.{n}": (self.job.config.num_key_value_heads,) for n in KV_SCALES}
+        return shapes | {f"{name}.{INPUT_SCALE}": () for name in self.job.plan.static}
 
     def _shape_layout(self) -> dict[str, tuple[str, Shape]]:
         """Of the bases, and of the parts of an input's shape: see `model.quantized.InputShape`."""
-        config, rotation, held = self.config, self.recipe.rotation, next(iter(self.source.values())).dtype
+        config, rotation, held = self.job.config, self.job.recipe.rotation, self.job.held_in
         layout: dict[str, tuple[str, Shape]] = {}
         if rotation.stream:
             layout[ROTATION] = (held, (config.hidden_size, config.hidden_size))
         if rotation.feed_forward:
             layout[FEED_FORWARD_ROTATION] = (held, (block_width(config.intermediate_size),) * 2)
-        for i, excess in self.excess.items():
+        for i, excess in self.job.excess.items():
             name, count = f"{LAYERS}{i}.{PRODUCT}", len(excess.channels)
             layout[f"{name}.{LIMIT}"] = (held, (config.intermediate_size,))
             layout[f"{name}.{CHANNELS}"] = ("int64", (count,))
@@ -106,14 +90,15 @@ class QuantizedStream:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors of `layout`, in its order."""
-        layers = iter(()) if self.blocks is None else self._walk()
+        job = self.job
+        layers = iter(()) if job.blocks is None else walk(job)
         found: dict[str, torch.Tensor] = {}
-        for layer, names in itertools.groupby(self.source, self._walked_layer):
+        for layer, names in itertools.groupby(job.entries, self._walked_layer):
             if layer is None:
                 for name in names:
-                    yield from self._stored(name, self.source[name], read_tensor(self.source[name]), {})
+                    yield from self._stored(name, job.entries[name], read_tensor(job.entries[name]), {})
                 continue
-            kept = None if self.progress is None else self.progress.layer(layer)
+            kept = None if job.progress is None else job.progress.layer(layer)
             if kept is None:
                 kept = self._finish(next(layers), list(names))
             self.rows += kept["rows"]
@@ -122,44 +107,32 @@ class QuantizedStream:
             yield from kept["tensors"]
         for rest in layers:
             found |= self._scales(rest)
-        if self.stored is not None:
-            found |= self.stored.static_scales(format_named(next(iter(self.source.values())).dtype).torch_dtype)
+        if job.stored is not None:
+            found |= job.stored.static_scales(format_named(job.held_in).torch_dtype)
         yield from (found[name] for name in self._static_shapes())
         yield from self._shape_tensors(found)
 
     def _walked_layer(self, name: str) -> int | None:
         """The layer whose tensors come from the walk; None where a tensor is taken from the file."""
-        return int(name.split(".")[2]) if self.blocks is not None and name.startswith(LAYERS) else None
+        return int(name.split(".")[2]) if self.job.blocks is not None and name.startswith(LAYERS) else None
 
     def _finish(self, layer: WalkedLayer, names: list[str]) -> dict[str, Any]:
         """A layer as it will be stored, its rows of the report, and its scales and limits by name."""
         before, tensors = len(self.rows), []
         for name in names:
-            tensors += self._stored(name, self.source[name], layer.tensors[name], layer.seen)
+            tensors += self._stored(name, self.job.entries[name], layer.tensors[name], layer.seen)
         rows = self.rows[before:]
         del self.rows[before:]
-        found = self._scales(layer) | layer.shape
+        found = self._scales(layer) | _parts_of_shape(layer)
         kept = {"tensors": tensors, "rows": rows, "identity_error": layer.identity_error, "found": found}
-        if self.progress is not None:
-            self.progress.keep_layer(layer.index, kept)
+        if self.job.progress is not None:
+            self.job.progress.keep_layer(layer.index, kept)
         return kept
 
-    def _walk(self) -> Iterator[WalkedLayer]:
-        return walk(
-            self.source,
-            self.config,
-            self.recipe,
-            self.blocks,
-            self.plan,
-            self.report,
-            excess=self.excess,
-            progress=self.progress,
-        )
-
     def _scales(self, layer: WalkedLayer) -> dict[str, Any]:
-        held_in = format_named(next(iter(self.source.values())).dtype).torch_dtype
+        held_in = format_named(self.job.held_in).torch_dtype
         try:
-            return static_scales(layer, self.recipe, self.plan, held_in)
+            return static_scales(layer, self.job.recipe, self.job.plan, held_in)
         except ValueError as error:
             raise DtoolError(
                 f"layer {layer.index} cannot be calibrated", found=str(error), fix="check the weights for inf or NaN"
@@ -169,29 +142,38 @@ class QuantizedStream:
         self, name: str, entry: TensorEntry, value: torch.Tensor, seen: Mapping[str, Seen]
     ) -> Iterator[torch.Tensor]:
         """A tensor as it is in the file: as it was, or its codes and its scales."""
-        held_in, module = format_named(entry.dtype).torch_dtype, name.removesuffix(".weight")
-        if module not in self.plan.weights or name == module:
+        job, held_in, module = self.job, format_named(entry.dtype).torch_dtype, name.removesuffix(".weight")
+        if module not in job.plan.weights or name == module:
             yield value.to(held_in)
             return
+        weights, group = job.plan.weights[module], job.plan.groups.get(module)
         watched = seen.get(module.split(".", 3)[3]) if module.startswith(LAYERS) else None
         try:
             rounded = (
-                self.stored.round(module, value.to(held_in))
-                if self.stored is not None
+                job.stored.round(module, value.to(held_in))
+                if job.stored is not None
                 else round_matrix(
                     value,
-                    self.plan.weights[module],
-                    parts=self.config.part_sizes(name),
-                    group_size=self.plan.groups.get(module, 0),
+                    weights,
+                    parts=job.config.part_sizes(name),
+                    group_size=group or 0,
                     held_in=held_in,
                     hessian_II=None if watched is None else watched.hessian,
                 )
             )
         except ValueError as error:
             raise DtoolError(f"{name} cannot be quantized", found=str(error), fix="check the checkpoint") from error
-        weights, group = self.plan.weights[module], self.plan.groups.get(module)
         self.rows.append(describe_matrix(module, weights, group, value, rounded, watched, held_in))
-        if self.recipe.calibration.inputs == "quantized":
+        if job.recipe.calibration.inputs == "quantized":
             value.copy_(rounded.shown)  # the walk goes on with it
         yield rounded.codes
         yield rounded.scale
+
+
+def _parts_of_shape(layer: WalkedLayer) -> dict[str, torch.Tensor]:
+    """What the shape of a layer's last input has for itself, by name."""
+    shape = layer.shape
+    if shape is None or shape.limit is None:
+        return {}
+    parts = {LIMIT: shape.limit, CHANNELS: shape.channels, CHANNEL_WEIGHT: shape.weight}
+    return {f"{LAYERS}{layer.index}.{PRODUCT}.{part}": value for part, value in parts.items() if value is not None}

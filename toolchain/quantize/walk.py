@@ -29,19 +29,19 @@ from toolchain.errors import DtoolError
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Block, LayerCache, Norm
 from toolchain.model.positions import position_tables, rope_table_names
-from toolchain.model.quantized import CHANNEL_WEIGHT, CHANNELS, INPUT_SCALE, KV_SCALES, LIMIT, InputShape
+from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, InputShape
 from toolchain.numerics import dequantize, quantize, scale_from_amax, token_scale
 from toolchain.quantize.excess import PRODUCT, Excess
+from toolchain.quantize.job import Job
 from toolchain.quantize.layer import embedded_text, fill, load_layer, run_layer
 from toolchain.quantize.plan import QuantizePlan
-from toolchain.quantize.progress import Progress
+from toolchain.quantize.progress import time_span
 from toolchain.quantize.rotation import rotate_feed_forward, rotate_stream, rotate_values, rotation_matrix
 from toolchain.quantize.smoothing import Site, fold, shared_by_heads, sites, smoothing_scale, weight_sizes
 from toolchain.recipe import Recipe
 from toolchain.recipe_sections import KVCache
 from toolchain.tensor_file import TensorEntry
 
-Report = Callable[[str], None]
 IDENTITY = 1e-4
 """Relative difference that float32 leaves between a layer before and after rotation and smoothing."""
 
@@ -76,41 +76,31 @@ class Seen:
 class WalkedLayer:
     """One layer, rotated, smoothed and still in float: its tensors by name, and what its products and cache saw.
 
-    `shape`: of the input of its last product, and the parts of it that this layer alone has, by name.
+    `shape`: what its last product does to its input before rounding, None for nothing.
     """
 
     index: int
     tensors: dict[str, torch.Tensor]
-    shape: dict[str, torch.Tensor] = field(default_factory=dict)
+    shape: InputShape | None = None
     seen: dict[str, Seen] = field(default_factory=dict)
     cache_amax: dict[str, torch.Tensor] = field(default_factory=dict)
     identity_error: float = 0.0
 
 
-def walk(
-    entries: Mapping[str, TensorEntry],
-    config: DecoderConfig,
-    recipe: Recipe,
-    blocks: Any,
-    plan: QuantizePlan,
-    report: Report,
-    *,
-    excess: Mapping[int, Excess] | None = None,
-    progress: Progress | None = None,
-) -> Iterator[WalkedLayer]:
+def walk(job: Job) -> Iterator[WalkedLayer]:
     """Every layer in turn, then the head's input under the index `num_hidden_layers`.
 
-    `blocks`: token ids int64 [samples, seq_len]; of the plan's matrices those inputs are watched that decide
-    something; `excess` by layer; what `progress` holds is not walked again. Raises DtoolError when a value is not
-    finite, or a layer is no longer itself.
+    Of the plan's matrices those inputs are watched that decide something; what the job's progress holds is not
+    walked again. Raises DtoolError when a value is not finite, or a layer is no longer itself.
     """
+    entries, config, recipe, plan, progress = job.entries, job.config, job.recipe, job.plan, job.progress
     products = watched_products(entries, recipe, plan)
     exact_EE = rotation_matrix(config.hidden_size) if recipe.rotation.stream else None
     stream_EE = None if exact_EE is None else exact_EE.float()
     first, streams = (0, None) if progress is None else (progress.first, progress.streams)
     streams = streams or [
         x_BTE if stream_EE is None else x_BTE @ stream_EE
-        for x_BTE in embedded_text(entries, config, blocks, recipe.calibration.batch)
+        for x_BTE in embedded_text(entries, config, job.blocks, recipe.calibration.batch)
     ]
     begin = time.monotonic()
     tables = position_tables(config)
@@ -121,7 +111,7 @@ def walk(
         sample_BTE = streams[0][:1]
         before_BTE = _plain_output(block, rope, sample_BTE, stream_EE)
         with torch.no_grad():
-            _rotate(block, layer, config, recipe, exact_EE, (excess or {}).get(i))
+            _rotate(block, layer, config, recipe, exact_EE, job.excess.get(i))
             outputs = _run(block, rope, streams, recipe, plan, layer, products)
             if recipe.smoothing.algorithm != "none":
                 _smooth(block, layer, config, recipe)
@@ -135,15 +125,11 @@ def walk(
         if progress is not None:
             progress.keep_streams(i + 1, streams)
         left = (time.monotonic() - begin) / (i + 1 - first) * (config.num_hidden_layers - i - 1)
-        report(f"layer {i + 1} of {config.num_hidden_layers}, {_span(left)} left")
+        job.report(f"layer {i + 1} of {config.num_hidden_layers}, {time_span(left)} left")
     if "lm_head" in products:
         if stream_EE is not None:
             streams = [x_BTE @ stream_EE.mT for x_BTE in streams]
         yield _head_input(entries, config, streams)
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def watched_products(entries: Mapping[str, TensorEntry], recipe: Recipe, plan: QuantizePlan) -> tuple[str, ...]:
@@ -170,7 +156,7 @@ def _rotate(
     excess: Excess | None,
 ) -> None:
     """The layer in the bases the recipe asks for; the excess of its last input set apart."""
-    rotation = recipe.rotation
+    rotation, parts = recipe.rotation, ()
     if stream_EE is not None:
         rotate_stream(block, stream_EE)
     if rotation.values:
@@ -179,11 +165,9 @@ def _rotate(
         weight_OI = block.get_submodule(PRODUCT).weight
         assert isinstance(weight_OI, torch.Tensor)
         parts = (excess.bounds(weight_OI.shape[1]), excess.channels, weight_OI[:, excess.channels].mT.contiguous())
-        names = (f"model.layers.{layer.index}.{PRODUCT}.{part}" for part in (LIMIT, CHANNELS, CHANNEL_WEIGHT))
-        layer.shape = dict(zip(names, parts, strict=True))
     if rotation.feed_forward or excess is not None:
         turned_nn = rotate_feed_forward(block).float() if rotation.feed_forward else None
-        block.mlp.shape = InputShape(turned_nn, *layer.shape.values())  # type: ignore[union-attr]
+        layer.shape = block.mlp.shape = InputShape(turned_nn, *parts)  # type: ignore[union-attr]
 
 
 def _run(

@@ -15,18 +15,19 @@ Legend: B batch, T tokens, E hidden, V vocab.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from toolchain.model.decoder import Decoder
-from toolchain.model.quantized import KV_SCALES, InputShape, QuantizedEmbedding, QuantizedLinear
+from toolchain.model.quantized import KV_SCALES, QuantizedEmbedding, QuantizedLinear
 from toolchain.numerics import scale_from_amax
 from toolchain.quantize.excess import survey_excess
+from toolchain.quantize.job import Job
 from toolchain.quantize.plan import HEAD, QuantizePlan, plan_quantization
-from toolchain.quantize.rotation import block_width, rotation_matrix
+from toolchain.quantize.rotation import rotation_matrix
 from toolchain.quantize.rounding import round_matrix
 from toolchain.quantize.walk import Seen, cache_scale, walk
 from toolchain.recipe import Recipe
@@ -198,17 +199,14 @@ def _walk(
     config, base = model.decoder.config, _nearest(recipes[0])
     plans = [plan_quantization(config, _nearest(recipe)) for recipe in recipes]
     plan = max(plans, key=lambda plan: len(plan.static))
-    excess = survey_excess(entries, config, base, plan, blocks, report)
-    for layer in walk(entries, config, base, blocks, plan, report, excess=excess):
+    job = Job(entries, config, base, plan, blocks=blocks, report=report)
+    for layer in walk(replace(job, excess=survey_excess(job))):
         prefix = f"model.layers.{layer.index}."
         for name, value in layer.tensors.items():
             model.decoder.get_parameter(name).copy_(value)
-        if layer.index < config.num_hidden_layers:
-            parts = list(layer.shape.values())
-            turned = rotation_matrix(block_width(config.intermediate_size)).float()
-            if base.rotation.feed_forward or parts:
-                block: Any = model.decoder.model.layers[layer.index]
-                block.mlp.shape = InputShape(turned if base.rotation.feed_forward else None, *parts)
+        if layer.shape is not None:
+            block: Any = model.decoder.model.layers[layer.index]
+            block.mlp.shape = layer.shape
         model.seen |= {name if name == HEAD else prefix + name: seen for name, seen in layer.seen.items()}
         if layer.cache_amax:
             first, second = (cache_scale(layer.cache_amax[part], base.kv_cache) for part in KV_SCALES)

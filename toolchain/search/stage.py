@@ -20,6 +20,7 @@ from toolchain.artifact import Artifact, open_artifact, write_atomic
 from toolchain.errors import DtoolError
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.plan import plan_quantization
+from toolchain.quantize.progress import time_span
 from toolchain.recipe import Recipe, find_data, load_recipe
 from toolchain.search import solve, units
 from toolchain.search.budget import Budget, Question, Rounds
@@ -177,17 +178,13 @@ def _measured(
             kl = model.loss_from(unit.layer).kl
         loss[unit.name][fmt] = kl
         left = (time.perf_counter() - begin) / done * (len(asked) - done)
-        report(f"{done} of {len(asked)}: {unit.name} in {fmt} costs {kl:.3g} nats; {_span(left)} left")
+        report(f"{done} of {len(asked)}: {unit.name} in {fmt} costs {kl:.3g} nats; {time_span(left)} left")
     kept = 0.0
     if fixed or caches:
         with model.quantized(fixed, first, caches):
             kept = model.loss_from(0).kl
         report(f"what is no choice costs {kept:.3g} nats")
     return Problem(empty.bytes, loss, empty.fixed_bytes, kept)
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
 
 
 def _search(result: SearchResult, source: Path, recipe: Recipe, model: Any, report: Report) -> None:

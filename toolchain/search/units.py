@@ -16,6 +16,7 @@ from toolchain.errors import DtoolError, did_you_mean, name_list
 from toolchain.model.config import DecoderConfig
 from toolchain.model.parameters import matrix_names, parameter_shapes
 from toolchain.quantize.cache import plan_caches
+from toolchain.quantize.job import Job
 from toolchain.quantize.plan import EMBEDDING, HEAD, QuantizePlan, legal_group, match_patterns, plan_quantization
 from toolchain.quantize.stream import QuantizedStream
 from toolchain.recipe import Recipe
@@ -183,7 +184,7 @@ def layout_bytes(
     from toolchain.formats import format_named
 
     caches = plan_caches(config, recipe, next(iter(entries.values())).dtype)
-    layout = QuantizedStream(entries, config, recipe, plan, caches, None, lambda _: None).layout()
+    layout = QuantizedStream(Job(entries, config, recipe, plan, caches)).layout()
     sizes = {}
     for name, (fmt, shape) in layout.items():
         count = 1

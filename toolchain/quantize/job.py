@@ -1,0 +1,67 @@
+"""One quantization: what is quantized, how, and on which text, as the stage, the stream and the walk pass it on."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from toolchain.artifact import Artifact
+from toolchain.model.caches import CacheFormat
+from toolchain.model.config import DecoderConfig
+from toolchain.quantize.cache import plan_caches
+from toolchain.quantize.plan import QuantizePlan, plan_quantization
+from toolchain.quantize.stored import StoredScales, needs_calibration, open_stored
+from toolchain.recipe import Recipe
+from toolchain.tensor_file import TensorEntry, read_header
+
+if TYPE_CHECKING:
+    from toolchain.quantize.excess import Excess
+    from toolchain.quantize.progress import Progress
+
+WEIGHTS = "weights.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A recipe planned for the tensors `entries` of an export, by name.
+
+    `caches`: of every layer. `stored`: scales that come from the checkpoint. `blocks`: calibration text as ids
+    int64 [samples, seq_len], None where nothing is measured. `excess`: by layer. `progress`: what of the work is
+    finished already.
+    """
+
+    entries: Mapping[str, TensorEntry]
+    config: DecoderConfig
+    recipe: Recipe
+    plan: QuantizePlan
+    caches: tuple[CacheFormat, ...] = ()
+    stored: StoredScales | None = None
+    blocks: Any = None
+    report: Callable[[str], None] = lambda _: None
+    excess: Mapping[int, "Excess"] = field(default_factory=dict)
+    progress: "Progress | None" = None
+
+    @property
+    def held_in(self) -> str:
+        """The float type of the export's tensors."""
+        return next(iter(self.entries.values())).dtype
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether something is still to be measured on text."""
+        return needs_calibration(self.recipe, self.plan, self.config, self.stored)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know of the plan before the work."""
+        return self.plan.notes + (() if self.stored is None else self.stored.notes)
+
+
+def plan_job(exported: Artifact, recipe: Recipe) -> Job:
+    """The job of a recipe for an export, without text.
+
+    Raises DtoolError for patterns that match nothing, and for stored scales that are not there or not the recipe's.
+    """
+    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    plan = plan_quantization(config, recipe)
+    caches = plan_caches(config, recipe, str(exported.manifest.details["compute_dtype"]))
+    return Job(read_header(exported.file(WEIGHTS)), config, recipe, plan, caches, open_stored(exported, recipe, plan))
