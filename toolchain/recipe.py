@@ -114,7 +114,7 @@ class Recipe(Section, frozen=True):
     @property
     def needs_calibration(self) -> bool:
         """Whether anything in the recipe is measured on text: static scales, second moments, sizes of channels."""
-        measured = any(weights.uses_hessian or activations.is_static for weights, activations in self.variants)
+        measured = any(w.uses_hessian or a.is_static or a.center for w, a in self.variants)
         changed = self.rotation.is_on or self.smoothing.algorithm != "none"  # and checked on text to be an identity
         return measured or changed or self.kv_cache.is_static
 

@@ -61,12 +61,15 @@ class Activations(Section, frozen=True):
     `token`: a dynamic scale per token. `tensor`: one static scale per product, from calibration.
     `excess_channels`: where a few channels of a feed-forward's last input hold values far beyond all others, at
     most so many have that excess taken to the product in float, so that it does not set the static scale.
+    `center`: the mean of every channel is taken off before rounding, and what the product makes of it added after
+    in float; where inputs stay in float, what rounding the weights does to the mean is made good (bias correction).
     `skip` names products whose input stays in float; the head feeds no layer, only the choice.
     """
 
     format: Literal["none", "int8", "fp8_e4m3"] = "none"
     granularity: Literal["token", "tensor"] = "token"
     excess_channels: int = pydantic.Field(default=0, ge=0)
+    center: bool = False
     skip: Strings = ("lm_head",)
 
     @pydantic.model_validator(mode="after")

@@ -37,6 +37,7 @@ def smooth(alpha, algorithm="smoothquant"):
 
 
 ROTATED = {"rotation": {"stream": True, "values": True, "feed_forward": True}}
+CENTERED = {"center": True}
 EXCESS = STATIC | {"excess_channels": 8}
 INT4 = {"format": "int4", "group_size": 128} | GPTQ | {"refinements": 4}
 SEQUENTIAL = {"calibration": {"inputs": "quantized"}}
@@ -50,15 +51,21 @@ CASES = {
     "token-rotated-gptq": {"weights": INT8 | GPTQ, "activations": PER_TOKEN} | ROTATED,
     "static-smooth-0.85": {"weights": INT8, "activations": STATIC} | smooth(0.85),
     "static-rotated": {"weights": INT8, "activations": EXCESS} | ROTATED,
+    "token-centered-gptq": {"weights": INT8 | GPTQ, "activations": PER_TOKEN | CENTERED} | ROTATED,
+    "static-centered-gptq": {"weights": INT8 | GPTQ, "activations": EXCESS | CENTERED} | ROTATED,
     "static-rotated-gptq": {"weights": INT8 | GPTQ, "activations": EXCESS} | ROTATED,
     "fp8-static": {"weights": FP8, "activations": FP8_STATIC},
     "fp8-static-gptq": {"weights": FP8 | GPTQ, "activations": FP8_STATIC},
+    "fp8-static-centered": {"weights": FP8, "activations": FP8_STATIC | CENTERED},
+    "fp8-static-centered-gptq": {"weights": FP8 | GPTQ, "activations": FP8_STATIC | CENTERED},
     "fp8-static-excess-gptq": {"weights": FP8 | GPTQ, "activations": FP8_STATIC | {"excess_channels": 8}},
     "int4-rtn": {"weights": {"format": "int4"}},
     "int4-gptq": {"weights": INT4},
     "int4-awq-gptq": {"weights": INT4} | smooth(0.5, "awq"),
     "int4-rotated-gptq": {"weights": INT4} | ROTATED | SEQUENTIAL,
     "int4-64-rotated-gptq": {"weights": INT4 | {"group_size": 64}} | ROTATED | SEQUENTIAL,
+    "int4-centered-gptq": {"weights": INT4, "activations": CENTERED} | ROTATED | SEQUENTIAL,
+    "int4-64-centered-gptq": {"weights": INT4 | {"group_size": 64}, "activations": CENTERED} | ROTATED | SEQUENTIAL,
     "kv-head": {"kv_cache": {"format": "int8"}},
     "kv-head-rotated": {"kv_cache": {"format": "int8"}, "rotation": {"values": True}},
     "kv-token": {"kv_cache": {"format": "int8", "granularity": "token"}},

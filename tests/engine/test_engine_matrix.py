@@ -81,7 +81,8 @@ def source(matrix_export, tmp_path, monkeypatch, make_recipe):
     def make(sections):
         if not sections:
             return matrix_export
-        return quantize_artifact(matrix_export.path, make_recipe(sections=sections), tmp_path / "q", report=quiet)
+        out = tmp_path / f"q{len(list(tmp_path.glob('q*')))}"
+        return quantize_artifact(matrix_export.path, make_recipe(sections=sections), out, report=quiet)
 
     return make
 
@@ -173,6 +174,40 @@ def test_rotated_graphs_keep_their_products_in_their_formats(name, source, make_
                 found[row["activations"], row["weights"]] += row["products"]
             asked = Counter({types: 4 * layers}) + Counter({("Half", "Half"): 1 + 2 + layers})
             assert found == asked
+
+
+CENTERED = {
+    "int8 static": (
+        {"weights": {"format": "int8"}, "activations": {"format": "int8", "granularity": "tensor"}},
+        "Int8",
+    ),
+    "int8 token": ({"weights": {"format": "int8"}, "activations": {"format": "int8"}}, "Int8"),
+    "fp8": ({"weights": {"format": "fp8_e4m3"}, "activations": {"format": "fp8_e4m3", "granularity": "tensor"}}, "FP8"),
+    "int4": ({"weights": {"format": "int4", "group_size": 32}, "activations": {"format": "none"}}, "Int4"),
+}
+
+
+@pytest.mark.parametrize("name", CENTERED)
+def test_centered_inputs_cost_no_product_and_no_format(name, source, make_recipe, tmp_path):
+    """Taking the mean off and adding the offset fuse with what is there: no kernel more than without."""
+    sections, fmt = CENTERED[name]
+    kernels = []
+    for center in (False, True):
+        asked = sections | {"activations": sections["activations"] | {"center": center}}
+        artifact = source(asked)
+        recipe = make_recipe(sections=asked, targets=["sm89"], attention="plugin")
+        engine = build_engine(artifact.path, recipe, tmp_path / str(center), report=quiet)
+        summaries = [engine.json("report.json")["engines"][phase]["summary"] for phase in ("prefill", "decode")]
+        found = [
+            Counter({(row["activations"], row["weights"]): row["products"] for row in s["products"]["precisions"]})
+            for s in summaries
+        ]
+        layers = DecoderConfig.model_validate(artifact.json("decoder.json")).num_hidden_layers
+        inputs = "Half" if fmt == "Int4" else fmt
+        assert found == [Counter({(inputs, fmt): 4 * layers, ("Half", "Half"): 1})] * 2
+        kernels.append([sum(s["kernels"].values()) for s in summaries])
+    more = layers if fmt == "Int4" else 0  # an int4 product takes no addition before the plugin
+    assert kernels[1] == [count + more for count in kernels[0]]
 
 
 def test_formats_per_matrix_reach_the_engine(source, make_recipe, tmp_path):

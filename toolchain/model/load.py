@@ -17,12 +17,14 @@ from toolchain.model.decoder import Decoder
 from toolchain.model.foreign.coded import read_part
 from toolchain.model.parameters import parameter_shapes
 from toolchain.model.quantized import (
+    CENTER,
     CHANNEL_WEIGHT,
     CHANNELS,
     FEED_FORWARD_ROTATION,
     INPUT_SCALE,
     KV_SCALES,
     LIMIT,
+    OFFSET,
     ROTATION,
     SCALE_SUFFIX,
     InputShape,
@@ -110,9 +112,9 @@ def _install_quantized(
     """`rounding`: (format, granularity) by the name of the product whose input is rounded."""
 
     def linear(path: str, codes: torch.Tensor, scale: torch.Tensor, bias: Any) -> QuantizedLinear:
-        fixed = entries.get(f"{path}.{INPUT_SCALE}")
-        input_scale = None if fixed is None else read_tensor(fixed)
-        return QuantizedLinear(codes, scale, bias, rounding.get(path), input_scale)
+        parts = (entries.get(f"{path}.{part}") for part in (INPUT_SCALE, CENTER, OFFSET))
+        read = (None if part is None else read_tensor(part) for part in parts)
+        return QuantizedLinear(codes, scale, bias, rounding.get(path), *read)
 
     for name, entry in entries.items():
         if name + SCALE_SUFFIX not in entries:

@@ -3,6 +3,7 @@
 weight-only      y = x W'^T,                W' = codes * scale      a scale per output channel, or per group of it
 per token        s = max|x| / qmax,  q = code of x / s;    y = s * (q W'^T)
 static           q = code of x / s,  s from calibration;   y = (q s) W'^T
+centered         y = y'(x - m) + W m,  or  y = x W'^T + (W - W') m  where x stays in float     m: the input's means
 rotated, limited  see `InputShape`
 """
 
@@ -22,6 +23,8 @@ ROTATION, FEED_FORWARD_ROTATION = "rotation.stream", "rotation.feed_forward"
 """Bases [E, E] of the residual stream and [n, n] of blocks of the feed-forward's last input."""
 LIMIT, CHANNELS, CHANNEL_WEIGHT = "input_limit", "excess_channels", "excess_weight"
 """Per product with an excess: its bounds [I], the channels [k] (int64) and their part of the weight [k, O]."""
+CENTER, OFFSET = "input_center", "output_offset"
+"""Per centered product: the means [I] taken off its rounded input, and what is added to its output [O]."""
 KV_SCALES = ("k_scale", "v_scale")
 """Per layer, under `self_attn`: the static scales [K] of a quantized cache."""
 
@@ -67,7 +70,8 @@ class InputShape:
 class QuantizedLinear(nn.Module):
     """A linear layer over stored codes; its input in float, or rounded per token or with a static scale.
 
-    `activations` is (format, granularity) or None; `input_scale` belongs to granularity `tensor`.
+    `activations` is (format, granularity) or None; `input_scale` belongs to granularity `tensor`; `center` [I] and
+    `offset` [O] to a centered product, the former only where its input is rounded.
     """
 
     def __init__(
@@ -77,18 +81,26 @@ class QuantizedLinear(nn.Module):
         bias: Any,
         activations: tuple[str, ...] | None = None,
         input_scale: torch.Tensor | None = None,
+        center: torch.Tensor | None = None,
+        offset: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self.register_buffer("weight", dequantize_weight(codes, scale))
         self.bias = bias
         self.activations = activations
-        self.input_scale = input_scale
+        self.input_scale, self.center, self.offset = input_scale, center, offset
 
     def forward(self, x_BTI: torch.Tensor) -> torch.Tensor:
+        y_BTO = self._product(x_BTI if self.center is None else x_BTI - self.center)
+        if self.offset is not None:
+            y_BTO = y_BTO + self.offset
+        return y_BTO if self.bias is None else y_BTO + self.bias
+
+    def _product(self, x_BTI: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         assert isinstance(weight, torch.Tensor)
         if self.activations is None:
-            return F.linear(x_BTI, weight.to(x_BTI.dtype), self.bias)
+            return F.linear(x_BTI, weight.to(x_BTI.dtype))
         fmt, granularity = self.activations
         if granularity == "token":
             scale_BT1 = token_scale(x_BTI, fmt)
@@ -97,8 +109,7 @@ class QuantizedLinear(nn.Module):
             scale = self.input_scale
             assert scale is not None
             y_BTO = F.linear(dequantize(quantize(x_BTI, scale, fmt), scale), weight)
-        y_BTO = y_BTO.to(x_BTI.dtype)
-        return y_BTO if self.bias is None else y_BTO + self.bias
+        return y_BTO.to(x_BTI.dtype)
 
 
 class QuantizedEmbedding(nn.Module):

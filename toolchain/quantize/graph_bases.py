@@ -1,8 +1,9 @@
-"""The bases of `rotation` and the excess of `excess` written into a graph, as ordinary operators.
+"""The bases of `rotation`, the excess of `excess` and the means of centered inputs in a graph, as ordinary operators.
 
     stream         embedded -> MatMul(R) -> layers -> MatMul(R^T) -> last norm
     feed forward   x -> Min, Max (limits) -> Reshape, MatMul(K), Reshape -> product -> Add(excess)
                    excess = MatMul(Gather(x - limited x, channels), their weights)
+    centered       x -> Sub(m) where x is rounded -> product -> Add(offset)
 
 All of it is in the compute type. What a graph needs stands in its weights file.
 """
@@ -15,18 +16,29 @@ import onnx_ir as ir
 
 from toolchain.graph_io import EMBEDDED, OUTPUT, layer_value
 from toolchain.model.config import DecoderConfig
-from toolchain.model.quantized import CHANNEL_WEIGHT, CHANNELS, FEED_FORWARD_ROTATION, LIMIT, ROTATION
+from toolchain.model.quantized import (
+    CENTER,
+    CHANNEL_WEIGHT,
+    CHANNELS,
+    FEED_FORWARD_ROTATION,
+    LIMIT,
+    OFFSET,
+    ROTATION,
+)
 from toolchain.quantize.excess import PRODUCT
 from toolchain.tensor_file import TensorEntry
 
 
 def write_bases(quantizer: Any, config: DecoderConfig, entries: Mapping[str, TensorEntry]) -> None:
-    """Write what `entries` hold of bases and limits into the quantizer's graph, before its weights are codes."""
+    """Write what `entries` hold of it into the quantizer's graph, before its weights are codes."""
     values = {str(v.name): v for node in quantizer.graph for v in node.outputs}
     if ROTATION in entries:
         _rotate_stream(quantizer, values, config)
     for i in range(config.num_hidden_layers):
         _shape_input(quantizer, f"model.layers.{i}.{PRODUCT}", entries)
+    for name in entries:
+        if name.endswith(f".{OFFSET}"):
+            _center(quantizer, name.removesuffix(f".{OFFSET}"), entries)
 
 
 def _rotate_stream(quantizer: Any, values: dict[str, ir.Value], config: DecoderConfig) -> None:
@@ -47,8 +59,10 @@ def _shape_input(quantizer: Any, module: str, entries: Mapping[str, TensorEntry]
     weight = quantizer.graph.initializers.get(f"{module}.weight")
     if weight is None or not {FEED_FORWARD_ROTATION, f"{module}.{LIMIT}"} & set(entries):
         return
-    (product,) = (next(iter(usage.node.outputs[0].uses())).node for usage in weight.uses())
-    x = plain = product.inputs[0]
+    product = _product(weight)
+    plain = product.inputs[0]
+    assert plain is not None
+    x = plain
     if f"{module}.{LIMIT}" in entries:
         x = _limit(quantizer, product, x, module)
         _add_excess(quantizer, product, plain, x, module)
@@ -65,6 +79,21 @@ def _shape_input(quantizer: Any, module: str, entries: Mapping[str, TensorEntry]
     product.replace_input_with(0, x)
 
 
+def _product(weight: ir.Value) -> ir.Node:
+    """The only product with a matrix."""
+    (product,) = (next(iter(usage.node.outputs[0].uses())).node for usage in weight.uses())
+    return product
+
+
+def _center(quantizer: Any, module: str, entries: Mapping[str, TensorEntry]) -> None:
+    product = _product(quantizer.graph.initializers[f"{module}.weight"])
+    if f"{module}.{CENTER}" in entries:
+        center = quantizer.initializer(f"{module}.{CENTER}")
+        about = quantizer.insert(product, "Sub", [product.inputs[0], center], f"{module}.input_about_center")
+        product.replace_input_with(0, about)
+    _add_to_output(quantizer, product, quantizer.initializer(f"{module}.{OFFSET}"), "centered")
+
+
 def _limit(quantizer: Any, product: ir.Node, x: ir.Value, module: str) -> ir.Value:
     limit = quantizer.initializer(f"{module}.{LIMIT}")
     below = quantizer.insert(product, "Min", [x, limit], f"{module}.input_below")
@@ -77,10 +106,15 @@ def _add_excess(quantizer: Any, product: ir.Node, x: ir.Value, limited: ir.Value
     above = quantizer.insert(product, "Sub", [x, limited], f"{module}.input_above")
     few = quantizer.insert(product, "Gather", [above, channels], f"{module}.input_excess", axis=-1)
     added = quantizer.insert(product, "MatMul", [few, weight], f"{module}.excess")
+    _add_to_output(quantizer, product, added, "limited")
+
+
+def _add_to_output(quantizer: Any, product: ir.Node, added: ir.Value, before: str) -> None:
+    """Add to what a product makes, which is called `before` from then on."""
     output = product.outputs[0]
     users, name = list(output.uses()), str(output.name)
-    output.name = f"{name}_limited"
-    total = quantizer.insert(users[0].node, "Add", [output, added], f"{name}_with_excess")
+    output.name = f"{name}_{before}"
+    total = quantizer.insert(users[0].node, "Add", [output, added], f"{name}_with_{added.name}")
     _take_over(total, name, output, users)
 
 

@@ -20,7 +20,8 @@ class QuantizePlan:
     """What happens to each matrix, by exact module name.
 
     `weights`: those that become codes, and how. `rounded`: those whose product's input is rounded, and how.
-    `skipped`: what stays in float. `groups`: the group size of each int4 matrix.
+    `skipped`: what stays in float. `groups`: the group size of each int4 matrix. `centered`: the products that
+    take the mean of their input apart.
     """
 
     weights: dict[str, Weights]
@@ -28,6 +29,7 @@ class QuantizePlan:
     skipped: tuple[str, ...]
     groups: dict[str, int]
     notes: tuple[str, ...]
+    centered: tuple[str, ...] = ()
 
     @property
     def uses_hessian(self) -> bool:
@@ -58,7 +60,8 @@ def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     weights = {name: asked[name][0] for name in modules if name not in skipped}
     rounded = _rounded(recipe, asked, skipped, notes)
     groups = _int4_groups(config, weights, notes)
-    return QuantizePlan(weights, rounded, tuple(sorted(skipped | set(kept_in_float))), groups, tuple(notes))
+    centered = _centered(asked, weights, notes)
+    return QuantizePlan(weights, rounded, tuple(sorted(skipped | set(kept_in_float))), groups, tuple(notes), centered)
 
 
 def _rounded(
@@ -71,6 +74,15 @@ def _rounded(
     products = [name for name in asked if name != EMBEDDING and ".experts." not in name]
     kept = match_patterns("activations.skip", recipe.activations.skip, products) if wanted else set()
     return {name: asked[name][1] for name in products if name in wanted - kept}
+
+
+def _centered(
+    asked: dict[str, tuple[Weights, Activations]], weights: dict[str, Weights], notes: list[str]
+) -> tuple[str, ...]:
+    wanted = [name for name in weights if asked[name][1].center and name != EMBEDDING]
+    if any(".experts." in name for name in wanted):
+        notes.append("the inputs of experts are not centered")
+    return tuple(name for name in wanted if name != HEAD and ".experts." not in name)
 
 
 def _int4_groups(config: DecoderConfig, weights: dict[str, Weights], notes: list[str]) -> dict[str, int]:

@@ -15,14 +15,17 @@ import torch
 from toolchain.errors import DtoolError
 from toolchain.formats import format_named
 from toolchain.model.quantized import (
+    CENTER,
     CHANNEL_WEIGHT,
     CHANNELS,
     FEED_FORWARD_ROTATION,
     INPUT_SCALE,
     KV_SCALES,
     LIMIT,
+    OFFSET,
     ROTATION,
     SCALE_SUFFIX,
+    dequantize_weight,
 )
 from toolchain.quantize.excess import PRODUCT
 from toolchain.quantize.findings import describe_matrix
@@ -76,6 +79,11 @@ class QuantizedStream:
             layout[ROTATION] = (held, (config.hidden_size, config.hidden_size))
         if rotation.feed_forward:
             layout[FEED_FORWARD_ROTATION] = (held, (block_width(config.intermediate_size),) * 2)
+        for name in self.job.plan.centered:
+            rows, width = self.job.entries[f"{name}.weight"].shape
+            if name in self.job.plan.rounded:
+                layout[f"{name}.{CENTER}"] = (held, (width,))
+            layout[f"{name}.{OFFSET}"] = (held, (rows,))
         for i, excess in self.job.excess.items():
             name, count = f"{LAYERS}{i}.{PRODUCT}", len(excess.channels)
             layout[f"{name}.{LIMIT}"] = (held, (config.intermediate_size,))
@@ -118,16 +126,29 @@ class QuantizedStream:
 
     def _finish(self, layer: WalkedLayer, names: list[str]) -> dict[str, Any]:
         """A layer as it will be stored, its rows of the report, and its scales and limits by name."""
-        before, tensors = len(self.rows), []
+        before, tensors, found = len(self.rows), [], _parts_of_shape(layer)
         for name in names:
-            tensors += self._stored(name, self.job.entries[name], layer.tensors[name], layer.seen)
+            stored = list(self._stored(name, self.job.entries[name], layer.tensors[name], layer.seen))
+            found |= self._means(layer, name, stored)
+            tensors += stored
         rows = self.rows[before:]
         del self.rows[before:]
-        found = self._scales(layer) | _parts_of_shape(layer)
+        found |= self._scales(layer)
         kept = {"tensors": tensors, "rows": rows, "identity_error": layer.identity_error, "found": found}
         if self.job.progress is not None:
             self.job.progress.keep_layer(layer.index, kept)
         return kept
+
+    def _means(self, layer: WalkedLayer, name: str, stored: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What a centered product takes off its input, and adds to its output: see `model.quantized`."""
+        module = name.removesuffix(".weight")
+        mean = layer.means.get(module.removeprefix(f"{LAYERS}{layer.index}."))
+        if mean is None or name == module:
+            return {}
+        center_I, offset_O = mean
+        if module in self.job.plan.rounded:
+            return {f"{module}.{CENTER}": center_I, f"{module}.{OFFSET}": offset_O}
+        return {f"{module}.{OFFSET}": offset_O - dequantize_weight(*stored) @ center_I}
 
     def _scales(self, layer: WalkedLayer) -> dict[str, Any]:
         held_in = format_named(self.job.held_in).torch_dtype

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from toolchain.errors import DtoolError
+from toolchain.formats import format_named
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import Block, LayerCache, Norm
 from toolchain.model.positions import position_tables, rope_table_names
@@ -48,41 +49,73 @@ IDENTITY = 1e-4
 
 @dataclass(slots=True)
 class Seen:
-    """What one product's input was: the largest magnitude of each channel [I], their sum [I], and H [I, I]."""
+    """What one product's input was: of each channel [I] the range and the sum of sizes, its sum [I], and H [I, I].
 
-    amax: torch.Tensor
+    `balanced` is its sum with every token at the same length, `weight` the sum of those weights 1 / |x|^2: massive
+    activations of a few tokens say nothing of the mean of all others.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
     total: torch.Tensor
+    signed: torch.Tensor
+    balanced: torch.Tensor
+    weight: float = 0.0
     tokens: int = 0
     hessian: torch.Tensor | None = None
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """The largest magnitude of each channel [I]."""
+        return torch.maximum(self.high, -self.low)
+
+    @property
+    def center(self) -> torch.Tensor:
+        """The mean of each channel [I], every token weighing 1 / |x|^2."""
+        return self.balanced / max(self.weight, 1e-30)
 
     def add(self, x_BTI: torch.Tensor) -> None:
         """Take in one batch."""
         x_NI = x_BTI.float().flatten(0, -2)
-        size_NI = x_NI.abs()
-        self.amax = torch.maximum(self.amax, size_NI.amax(0))  # a NaN stays a NaN
-        self.total = self.total + size_NI.sum(0)
+        weight_N = 1 / x_NI.square().sum(1).clamp_min(1e-30)
+        self.low, self.high = torch.minimum(self.low, x_NI.amin(0)), torch.maximum(self.high, x_NI.amax(0))  # NaN stays
+        self.total = self.total + x_NI.abs().sum(0)
+        self.signed = self.signed + x_NI.sum(0)
+        self.balanced = self.balanced + weight_N @ x_NI
+        self.weight += float(weight_N.sum())
         self.tokens += len(x_NI)
         if self.hessian is not None:
             self.hessian.addmm_(x_NI.mT, x_NI)
 
     def divide(self, scale_I: torch.Tensor) -> None:
         """As if every input had been divided by `scale_I`."""
-        self.amax, self.total = self.amax / scale_I, self.total / scale_I
+        self.low, self.high, self.total = self.low / scale_I, self.high / scale_I, self.total / scale_I
+        self.signed, self.balanced = self.signed / scale_I, self.balanced / scale_I
         if self.hessian is not None:
             self.hessian.div_(scale_I[:, None]).div_(scale_I[None, :])
+
+    def shift(self, center_I: torch.Tensor) -> None:
+        """As if every input had been `center_I` less."""
+        self.low, self.high = self.low - center_I, self.high - center_I
+        if self.hessian is not None:
+            about_I = self.signed - self.tokens * center_I / 2
+            self.hessian.addr_(about_I, center_I, alpha=-1).addr_(center_I, about_I, alpha=-1)
+        self.signed = self.signed - self.tokens * center_I
 
 
 @dataclass(slots=True)
 class WalkedLayer:
     """One layer, rotated, smoothed and still in float: its tensors by name, and what its products and cache saw.
 
-    `shape`: what its last product does to its input before rounding, None for nothing.
+    `shape`: what its last product does to its input before rounding, None for nothing. `means`: of the centered
+    products the means [I] that were taken off what they saw, and what the float product makes of those [O].
     """
 
     index: int
     tensors: dict[str, torch.Tensor]
     shape: InputShape | None = None
     seen: dict[str, Seen] = field(default_factory=dict)
+    means: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     cache_amax: dict[str, torch.Tensor] = field(default_factory=dict)
     identity_error: float = 0.0
 
@@ -116,6 +149,7 @@ def walk(job: Job) -> Iterator[WalkedLayer]:
             if recipe.smoothing.algorithm != "none":
                 _smooth(block, layer, config, recipe)
             layer.identity_error = _identity_error(run_layer(block, rope, sample_BTE)[0], before_BTE)
+            _center(block, layer, job)
         layer.tensors = {f"model.layers.{i}.{name}": p.detach() for name, p in block.named_parameters()}
         yield layer
         if recipe.calibration.inputs == "quantized":  # the block's matrices have been rounded in place
@@ -134,7 +168,7 @@ def walk(job: Job) -> Iterator[WalkedLayer]:
 
 def watched_products(entries: Mapping[str, TensorEntry], recipe: Recipe, plan: QuantizePlan) -> tuple[str, ...]:
     """The products whose inputs decide a scale or a rounding; an expert's are never watched."""
-    watched = set(plan.static)
+    watched = {*plan.static, *plan.centered}
     if plan.uses_hessian or recipe.smoothing.algorithm != "none":
         watched |= {name.removesuffix(".weight") for name in entries if name.endswith("_proj.weight")}
     return tuple(sorted(name for name in watched if ".experts." not in name))
@@ -207,25 +241,47 @@ def _watch(product: Seen) -> Callable[..., None]:
     return lambda _, inputs: product.add(inputs[0])
 
 
+def _center(block: Block, layer: WalkedLayer, job: Job) -> None:
+    """Take the means of centered products off what they saw, as their stored type holds them."""
+    for product, seen in layer.seen.items():
+        if f"model.layers.{layer.index}.{product}" in job.plan.centered:
+            center_I = seen.center.to(format_named(job.held_in).torch_dtype).float()
+            seen.shift(center_I)
+            layer.means[product] = (center_I, block.get_submodule(product).weight @ center_I)  # type: ignore[operator]
+
+
 def _round_inputs(block: Block, layer: WalkedLayer, plan: QuantizePlan) -> None:
-    """Round the inputs of the layer's products from now on, as the finished model will."""
+    """Round the inputs of the layer's products from now on, and add its offsets, as the finished model will."""
     prefix = f"model.layers.{layer.index}."
+    for product, (center_I, mean_O) in layer.means.items():
+        module = block.get_submodule(product)
+        offset_O = mean_O - module.weight @ center_I  # type: ignore[operator]
+        module.register_forward_hook(lambda _, __, y_BTO, offset_O=offset_O: y_BTO + offset_O)
     for name, how in plan.rounded.items():
         if not name.startswith(prefix):
             continue
         product = name.removeprefix(prefix)
         fixed = scale_from_amax(layer.seen[product].amax.max(), how.format) if how.is_static else None
+        center = layer.means[product][0] if product in layer.means else torch.zeros(())
 
-        def rounded(_: Any, inputs: Any, fmt: str = how.format, fixed: torch.Tensor | None = fixed) -> torch.Tensor:
-            scale = token_scale(inputs[0], fmt) if fixed is None else fixed
-            return dequantize(quantize(inputs[0], scale, fmt), scale)
+        def rounded(
+            _: Any,
+            inputs: Any,
+            fmt: str = how.format,
+            fixed: torch.Tensor | None = fixed,
+            center: torch.Tensor = center,
+        ) -> torch.Tensor:
+            x_BTI = inputs[0] - center
+            scale = token_scale(x_BTI, fmt) if fixed is None else fixed
+            return dequantize(quantize(x_BTI, scale, fmt), scale) + center
 
         block.get_submodule(product).register_forward_pre_hook(rounded)
 
 
-def _nothing(width: int, hessian: bool) -> Seen:
+def _nothing(width: int, hessian: bool = False) -> Seen:
     hessian_II = torch.zeros(width, width) if hessian else None
-    return Seen(torch.zeros(width), torch.zeros(width), hessian=hessian_II)
+    low_I, high_I, total_I, signed_I, balanced_I = torch.zeros(5, width)
+    return Seen(low_I, high_I, total_I, signed_I, balanced_I, hessian=hessian_II)
 
 
 def _smooth(block: Block, layer: WalkedLayer, config: DecoderConfig, recipe: Recipe) -> None:
@@ -273,7 +329,7 @@ def _divide_seen(layer: WalkedLayer, site: Site, scale_I: torch.Tensor, config: 
 def _head_input(entries: Mapping[str, TensorEntry], config: DecoderConfig, streams: list[torch.Tensor]) -> WalkedLayer:
     """What the head reads: the last norm's output."""
     norm = fill(Norm(config), entries, "model.norm.") if config.final_norm else torch.nn.Identity()
-    seen = Seen(torch.zeros(config.hidden_size), torch.zeros(config.hidden_size))
+    seen = _nothing(config.hidden_size)
     for x_BTE in streams:
         seen.add(norm(x_BTE))
     return WalkedLayer(config.num_hidden_layers, {}, seen={"lm_head": seen})
