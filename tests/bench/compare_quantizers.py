@@ -3,9 +3,9 @@
     python tests/bench/compare_quantizers.py --export EXPORT --model HF_FOLDER --work DIR
         [--modelopt-python PATH] [--llmcompressor-python PATH] [--case PEER=OURS,... ...] [--rounds N]
 
-EXPORT is HF_FOLDER's float32 export. The peers' interpreters are those of environments of their own
-(`pip install torch==2.13.0 transformers requests nvidia-modelopt`, `pip install torch==2.13.0 llmcompressor`); a peer without
-one is left out. Every run is a process of its own, all are calibrated on the same ids and measured on the same
+EXPORT is HF_FOLDER's float32 export. The peers' interpreters are those of environments of their own (in one
+`pip install torch==2.13.0 transformers requests nvidia-modelopt`, in the other `torch==2.13.0 llmcompressor`); a peer
+without one is left out. Every run is a process of its own, all are calibrated on the same ids and measured on the same
 held-out blocks; the sides take turns, and medians of the rounds' seconds are compared. Rise: mean NLL (nats) minus
 float32's, paired by block; +- is its standard error. Exit 1: a bar on time or memory was missed.
 """
@@ -33,7 +33,7 @@ from toolchain.text import load_tokenizer, read_texts, token_blocks
 WORKER = Path(__file__).with_name("quantizer_worker.py")
 PAIRS = {
     "modelopt-int8-smoothquant": ("static-rotated-gptq", "static-smooth-0.85"),
-    "modelopt-fp8": ("fp8-static-gptq", "fp8-static"),
+    "modelopt-fp8": ("fp8-static-gptq",),
     LLMCOMPRESSOR: ("token-rotated-gptq",),
 }
 PEAK_BAR = 1.7 * (1 << 30)
@@ -50,7 +50,7 @@ def main() -> int:
             for case in (peer, *cases):
                 found = run(options, case)
                 runs.setdefault((peer, case), []).append(found)
-                print(json.dumps({"case": case} | {k: v for k, v in found.items() if k not in ("nll", "kl")}))
+                print(json.dumps({"case": case} | {k: v for k, v in found.items() if k not in ("nll", "kl")}), flush=True)
     rows = [summary(peer, case, runs, losses) for peer, case in runs]
     title = f"Quantizers on {options.model.name}"
     print(render_text(Page(title, parts=(cost_table(rows, options), loss_table(rows, options)))))
