@@ -50,7 +50,8 @@ def main() -> int:
             for case in (peer, *cases):
                 found = run(options, case)
                 runs.setdefault((peer, case), []).append(found)
-                print(json.dumps({"case": case} | {k: v for k, v in found.items() if k not in ("nll", "kl")}), flush=True)
+                costs = {key: value for key, value in found.items() if key not in ("nll", "kl")}
+                print(json.dumps({"case": case} | costs), flush=True)
     rows = [summary(peer, case, runs, losses) for peer, case in runs]
     title = f"Quantizers on {options.model.name}"
     print(render_text(Page(title, parts=(cost_table(rows, options), loss_table(rows, options)))))

@@ -147,7 +147,7 @@ def _refit_scales(
     scale_OG: torch.Tensor,
     held_in: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row: minimise (w - sum_g s_g c_g) H (w - sum_g s_g c_g)^T over s; c: the codes of its groups, `wanted`: w H."""
+    """Per row: minimise (w - sum_g s_g c_g) H (w - sum_g s_g c_g)^T over s; c: codes of its groups, `wanted`: w H."""
     groups = scale_OG.shape[1]
     codes_OGg = shown_OI.unflatten(1, (groups, -1)) / scale_OG[..., None]
     codes_OI, size = codes_OGg.flatten(1), codes_OGg.shape[-1]
