@@ -23,7 +23,7 @@ Legend: O outputs, I inputs, G groups, g inputs of a group, c columns of a block
 import torch
 
 from toolchain.errors import DtoolError
-from toolchain.numerics import dequantize, quantize, scale_from_amax
+from toolchain.numerics import CODE_RANGE, dequantize, quantize, scale_from_amax
 
 BLOCK = 64
 """Columns rounded before the rest of the matrix hears of it."""
@@ -188,7 +188,10 @@ def _descend(
 
 
 def _nearest(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
-    return dequantize(quantize(x, scale, fmt), scale)
+    """What the codes of `x` stand for; of integers without the detour by way of bytes."""
+    if fmt == "fp8_e4m3":
+        return dequantize(quantize(x, scale, fmt), scale)
+    return (x / scale).round_().clamp_(*CODE_RANGE[fmt]).mul_(scale)
 
 
 def _inverse_factor(hessian_II: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
