@@ -7,6 +7,7 @@ import torch
 
 from toolchain.errors import DtoolError
 from toolchain.numerics import dequantize, quantize, scale_from_amax
+from toolchain.quantize import gptq
 from toolchain.quantize.gptq import refine, round_with_hessian, search_scale
 from toolchain.quantize.rounding import round_matrix
 from toolchain.recipe_sections import Weights
@@ -167,3 +168,17 @@ def test_groups_of_zeros_keep_their_scale_and_scales_are_values_of_the_half_type
     assert torch.equal(found, found.half().float())
     assert bool((found > 0).all())
     assert bool(torch.isfinite(shown).all())
+
+
+@pytest.mark.parametrize(("fmt", "group"), [("int4", 32), ("int8", 64)])
+def test_a_matrix_taken_in_parts_and_rounds_taken_together_give_the_same_bits(fmt, group, monkeypatch):
+    weight, hessian = problem(8, out=48)
+    scale = search_scale(weight, fmt, group, hessian_II=hessian)
+    shown = round_with_hessian(weight, hessian, scale, fmt)
+    first, first_scale = refine(weight, shown, hessian, scale, fmt)
+    apart = refine(weight, first, hessian, first_scale, fmt)
+    monkeypatch.setattr(gptq, "CACHED", 16 * 64)
+    monkeypatch.setattr(gptq, "REUSED", 16 * 64)
+    assert torch.equal(search_scale(weight, fmt, group, hessian_II=hessian), scale)
+    together = refine(weight, shown, hessian, scale, fmt, rounds=2)
+    assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))

@@ -23,13 +23,16 @@ Legend: O outputs, I inputs, G groups, g inputs of a group, c columns of a block
 import torch
 
 from toolchain.errors import DtoolError
-from toolchain.numerics import dequantize, quantize, scale_from_amax
+from toolchain.numerics import CODE_RANGE, dequantize, quantize, scale_from_amax
 
 BLOCK = 64
 """Columns rounded before the rest of the matrix hears of it."""
 DAMPING, MOST_DAMPING = 0.01, 10.0
 """Share of the mean diagonal that is added to all of it: at first, and when nothing more helps."""
 FULL_GROUP = 128
+CACHED, REUSED = 1 << 20, 1 << 22
+"""Values of a matrix that are taken at a time, whole rows: what is made on the way stays in the processor's cache,
+or at least in memory that the allocator has at hand."""
 CLIPS = tuple(1.0 - 0.025 * step for step in range(21))
 """Shares of the largest weight that a scale is tried for."""
 
@@ -47,16 +50,33 @@ def search_scale(
     For groups larger than FULL_GROUP the diagonal of H stands for all of it: the whole costs I^2 per row and step.
     """
     groups_OGg = weight_OI.float().unflatten(-1, (-1, group_size))
-    amax_OG = groups_OGg.abs().amax(-1)
     parts_Ggg = None if hessian_II is None or group_size > FULL_GROUP else _diagonal_blocks(hessian_II, group_size)
-    size_Gg = 1.0 if hessian_II is None else hessian_II.diagonal().unflatten(0, (-1, group_size))
+    size_Gg = None if hessian_II is None else hessian_II.diagonal().clone().unflatten(0, (-1, group_size))
+    parts = groups_OGg.split(_rows(CACHED, weight_OI))
+    return torch.cat([_search_rows(part, fmt, parts_Ggg, size_Gg, held_in) for part in parts])
+
+
+def _rows(values: int, weight_OI: torch.Tensor) -> int:
+    return max(values // weight_OI.shape[1], 1)
+
+
+def _search_rows(
+    groups_OGg: torch.Tensor,
+    fmt: str,
+    parts_Ggg: torch.Tensor | None,
+    size_Gg: torch.Tensor | None,
+    held_in: torch.dtype,
+) -> torch.Tensor:
+    amax_OG = groups_OGg.abs().amax(-1)
     best_OG = torch.full_like(amax_OG, float("inf"))
     found_OG = scale_from_amax(amax_OG, fmt, held_in=held_in)
     for clip in CLIPS:
         scale_OG = scale_from_amax(amax_OG * clip, fmt, held_in=held_in)
-        shown = dequantize(quantize(groups_OGg, scale_OG[..., None], fmt), scale_OG[..., None])
-        error_OGg = shown - groups_OGg
-        weighed = error_OGg * size_Gg if parts_Ggg is None else torch.einsum("ogi,gij->ogj", error_OGg, parts_Ggg)
+        error_OGg = _nearest(groups_OGg, scale_OG[..., None], fmt).sub_(groups_OGg)
+        if parts_Ggg is not None:
+            weighed = torch.einsum("ogi,gij->ogj", error_OGg, parts_Ggg)
+        else:
+            weighed = error_OGg if size_Gg is None else error_OGg * size_Gg
         cost_OG = (weighed * error_OGg).sum(-1)
         better = cost_OG < best_OG
         best_OG = torch.where(better, cost_OG, best_OG)
@@ -77,16 +97,17 @@ def round_with_hessian(
     Raises DtoolError when the Hessian cannot be factored.
     """
     order = torch.argsort(hessian_II.diagonal(), descending=True)
+    upper_II = _inverse_factor(hessian_II, order)
     weight_IO = weight_OI.float().mT[order]  # a column of the matrix lies in one piece
-    scale_IO = _by_column(scale_OG, len(weight_IO))[order]
-    upper_II = _inverse_factor(hessian_II[order][:, order])
+    scale_GO = scale_OG.mT.contiguous()
+    group_I = (order // (len(weight_IO) // len(scale_GO))).tolist()
     rounded_IO = torch.empty_like(weight_IO)
     for start in range(0, len(weight_IO), BLOCK):
         stop = min(start + BLOCK, len(weight_IO))
         block_cO, upper_cc = weight_IO[start:stop], upper_II[start:stop, start:stop]
         errors_cO = torch.empty_like(block_cO)
         for j in range(stop - start):
-            rounded_IO[start + j] = _nearest(block_cO[j], scale_IO[start + j], fmt)
+            rounded_IO[start + j] = _nearest(block_cO[j], scale_GO[group_I[start + j]], fmt)
             errors_cO[j] = (block_cO[j] - rounded_IO[start + j]) / upper_cc[j, j]
             block_cO[j + 1 :].addr_(upper_cc[j, j + 1 :], errors_cO[j], alpha=-1)
         weight_IO[stop:].addmm_(upper_II[start:stop, stop:].mT, errors_cO, alpha=-1)
@@ -100,27 +121,33 @@ def refine(
     scale_OG: torch.Tensor,
     fmt: str,
     *,
+    rounds: int = 1,
     held_in: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One round: better scales for the codes of `shown_OI`, then better codes for those scales.
+    """Each round: better scales for the codes of `shown_OI`, then better codes for those scales.
 
     Scales: the least squares solution of a row, one small system of its groups. Codes: coordinate descent, every
     column once, each at its optimum given the others. What a half type cannot hold of a scale is lost.
     """
     damped_II = hessian_II.clone()
     damped_II.diagonal().add_(DAMPING * hessian_II.diagonal().mean())
-    scale_OG, shown_OI = _refit_scales(weight_OI, shown_OI, damped_II, scale_OG, held_in)
-    return _descend(weight_OI, shown_OI, damped_II, scale_OG, fmt), scale_OG
+    wanted_OI = weight_OI @ damped_II
+    for _ in range(rounds):
+        parts = zip(*(x.split(_rows(REUSED, weight_OI)) for x in (wanted_OI, shown_OI, scale_OG)), strict=True)
+        refitted = [_refit_scales(wanted, shown, damped_II, scale, held_in) for wanted, shown, scale in parts]
+        scale_OG, shown_OI = (torch.cat(x) for x in zip(*refitted, strict=True))
+        shown_OI = _descend(weight_OI, shown_OI, damped_II, scale_OG, fmt)
+    return shown_OI, scale_OG
 
 
 def _refit_scales(
-    weight_OI: torch.Tensor,
+    wanted_OI: torch.Tensor,
     shown_OI: torch.Tensor,
     hessian_II: torch.Tensor,
     scale_OG: torch.Tensor,
     held_in: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per row: minimise (w - sum_g s_g c_g) H (w - sum_g s_g c_g)^T over s, c the codes of its groups."""
+    """Per row: minimise (w - sum_g s_g c_g) H (w - sum_g s_g c_g)^T over s; c: codes of its groups, `wanted`: w H."""
     groups = scale_OG.shape[1]
     codes_OGg = shown_OI.unflatten(1, (groups, -1)) / scale_OG[..., None]
     codes_OI, size = codes_OGg.flatten(1), codes_OGg.shape[-1]
@@ -128,7 +155,7 @@ def _refit_scales(
     for g in range(groups):
         product_OI = codes_OGg[:, g] @ hessian_II[g * size : (g + 1) * size]
         system_OGG[:, g] = (codes_OI * product_OI).unflatten(1, (groups, -1)).sum(-1)
-    target_OG = (codes_OI * (weight_OI @ hessian_II)).unflatten(1, (groups, -1)).sum(-1)
+    target_OG = (codes_OI * wanted_OI).unflatten(1, (groups, -1)).sum(-1)
     ridge_OG = 1e-4 * system_OGG.diagonal(dim1=1, dim2=2) + 1e-30
     # the ridge pulls to the present scale, and a group of zeros keeps it
     system_OGG = system_OGG.double() + torch.diag_embed(ridge_OG.double())
@@ -143,7 +170,8 @@ def _descend(
 ) -> torch.Tensor:
     """Every column at its optimum q_j + (H (w - q))_j / H_jj, one after the other."""
     rounded_IO = shown_OI.mT.contiguous()
-    scale_IO, size_I = _by_column(scale_OG, len(rounded_IO)), hessian_II.diagonal()
+    scale_GO, size_I = scale_OG.mT.contiguous(), hessian_II.diagonal()
+    group = len(rounded_IO) // len(scale_GO)
     gradient_IO = hessian_II @ (weight_OI.mT - rounded_IO)
     for start in range(0, len(rounded_IO), BLOCK):
         stop = min(start + BLOCK, len(rounded_IO))
@@ -151,7 +179,7 @@ def _descend(
         moved_cO = torch.empty_like(block_cO)
         for j in range(stop - start):
             column_O = rounded_IO[start + j]
-            better_O = _nearest(column_O + block_cO[j] / size_I[start + j], scale_IO[start + j], fmt)
+            better_O = _nearest(column_O + block_cO[j] / size_I[start + j], scale_GO[(start + j) // group], fmt)
             moved_cO[j] = column_O - better_O
             rounded_IO[start + j] = better_O
             block_cO[j + 1 :].addr_(hessian_cc[j, j + 1 :], moved_cO[j])
@@ -159,29 +187,31 @@ def _descend(
     return rounded_IO.mT.contiguous()
 
 
-def _by_column(scale_OG: torch.Tensor, width: int) -> torch.Tensor:
-    return scale_OG.mT.repeat_interleave(width // scale_OG.shape[1], dim=0)
-
-
 def _nearest(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
-    return dequantize(quantize(x, scale, fmt), scale)
+    """What the codes of `x` stand for; of integers without the detour by way of bytes."""
+    if fmt == "fp8_e4m3":
+        return dequantize(quantize(x, scale, fmt), scale)
+    return (x / scale).round_().clamp_(*CODE_RANGE[fmt]).mul_(scale)
 
 
-def _inverse_factor(hessian_II: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of a damped H."""
+def _inverse_factor(hessian_II: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The upper Cholesky factor of the inverse of a damped H, its channels in this order."""
     if not bool(torch.isfinite(hessian_II).all()):
         raise DtoolError("the calibration's second moments are not finite", fix="check the weights for inf or NaN")
-    mean, damping = float(hessian_II.diagonal().mean()), DAMPING
-    if mean == 0:
-        return torch.eye(hessian_II.shape[0])
+    damping = DAMPING
+    fault, fault_above = torch.zeros(2, dtype=torch.int32)
     while damping <= MOST_DAMPING:
-        matrix_II = hessian_II.double()
+        matrix_II = hessian_II.mT[order][:, order]
+        mean = float(matrix_II.diagonal().mean())
+        if mean == 0:
+            return torch.eye(hessian_II.shape[0])
+        matrix_II = matrix_II.double().mT  # by columns, as LAPACK wants it: the three steps are done in place
         matrix_II.diagonal().add_(damping * mean)
-        matrix_II, fault = torch.linalg.cholesky_ex(matrix_II)  # each step frees the one before: they are large
-        matrix_II = torch.cholesky_inverse(matrix_II)
-        matrix_II, fault_above = torch.linalg.cholesky_ex(matrix_II, upper=True)
+        torch.linalg.cholesky_ex(matrix_II, out=(matrix_II, fault))
+        torch.cholesky_inverse(matrix_II, out=matrix_II)
+        torch.linalg.cholesky_ex(matrix_II, upper=True, out=(matrix_II, fault_above))
         if not int(fault) and not int(fault_above):
-            return matrix_II.float()
+            return matrix_II.float().contiguous()
         damping *= 10
     raise DtoolError(
         "the calibration's second moments cannot be factored",

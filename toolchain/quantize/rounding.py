@@ -50,8 +50,9 @@ def round_matrix(
     scale_OG = _scales(weight_OI, weights, parts, width, held_in, hessian_II)
     if weights.algorithm == "gptq" and hessian_II is not None:
         shown_OI = round_with_hessian(weight_OI, hessian_II, scale_OG, fmt)
-        for _ in range(weights.refinements if weights.granularity != "tensor" else 0):
-            shown_OI, scale_OG = refine(weight_OI, shown_OI, hessian_II, scale_OG, fmt, held_in=held_in)
+        if weights.refinements and weights.granularity != "tensor":
+            rounds = weights.refinements
+            shown_OI, scale_OG = refine(weight_OI, shown_OI, hessian_II, scale_OG, fmt, rounds=rounds, held_in=held_in)
         blank_OG = weight_OI.unflatten(-1, (-1, width)).abs().amax(-1) == 0
         shown_OI = shown_OI.masked_fill(blank_OG.repeat_interleave(width, dim=1), 0)  # zeros make nothing good
     else:
