@@ -40,6 +40,10 @@ def quantize_artifact(
         from toolchain.quantize.rotation import check_rotation
 
         check_rotation(config, recipe.rotation)
+    if recipe.smoothing.keys:
+        from toolchain.quantize.keys import check_keys
+
+        check_keys(config)
     caches = plan_caches(config, recipe, str(exported.manifest.details["compute_dtype"]))
     for note in plan.notes:
         report(f"note: {note}")

@@ -25,6 +25,7 @@ from toolchain.model.quantized import (
     LIMIT,
     ROTATION,
     SCALE_SUFFIX,
+    checked_scale,
 )
 from toolchain.quantize.excess import PRODUCT, Excess
 from toolchain.quantize.findings import describe_matrix
@@ -124,7 +125,7 @@ class QuantizedStream:
             found |= self._scales(rest)
         if self.stored is not None:
             found |= self.stored.static_scales(format_named(next(iter(self.source.values())).dtype).torch_dtype)
-        yield from (found[name] for name in self._static_shapes())
+        yield from (checked_scale(name, found[name], shape) for name, shape in self._static_shapes().items())
         yield from self._shape_tensors(found)
 
     def _walked_layer(self, name: str) -> int | None:

@@ -148,7 +148,7 @@ def _prepared(
     mixes = [{u.name: f if f in choices[u.name] else choices[u.name][0] for u in found} for f in formats]
     recipes = [units.mixed_recipe(recipe, found, mix, recipe.about) for mix in mixes]
     static = any(plan_quantization(config, r).static for r in recipes)
-    changed = recipe.rotation.is_on or recipe.smoothing.algorithm != "none" or recipe.kv_cache.is_static
+    changed = recipe.rotation.is_on or recipe.smoothing.is_on or recipe.kv_cache.is_static
     blocks, c = None, recipe.calibration
     if static or changed:
         asked = {"blocks": c.samples, "seq_len": c.seq_len, "seed": c.seed}
