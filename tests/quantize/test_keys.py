@@ -19,6 +19,8 @@ from toolchain.quantize.keys import check_keys, fold_keys, key_scale, partners, 
 from toolchain.quantize.layer import run_layer
 from toolchain.quantize.stage import quantize_artifact
 from toolchain.runners.open import fake_quant_runner, open_runner
+from toolchain.search.budget import Budget, Question
+from toolchain.search.stage import search_formats
 
 FAMILIES = [
     "llama_biases", "llama_groups_of_three", "llama_mqa", "qwen2", "qwen3", "qwen3_biases", "gemma", "gemma2",
@@ -165,13 +167,15 @@ def test_what_stands_between_is_refused_by_name(changes, what):
 
 
 @pytest.mark.usefixtures("random_calibration")
-def test_the_stage_refuses_a_clipped_model_before_any_work(tmp_path):
+def test_the_stages_refuse_a_clipped_model_before_any_work(tmp_path):
     save_variant(tmp_path / "m", "olmo")
     export_checkpoint(tmp_path / "m", make_recipe(), tmp_path / "x", report=lambda _: None)
     recipe = make_recipe(kv_cache={"format": "int8"}, smoothing={"keys": True})
     with pytest.raises(DtoolError, match="clipped"):
         quantize_artifact(tmp_path / "x", recipe, tmp_path / "q", report=lambda _: None)
     assert not (tmp_path / "q").exists()
+    with pytest.raises(DtoolError, match="clipped"):
+        search_formats(tmp_path / "x", recipe, Question(Budget("kl", 1.0), ("int8",)), tmp_path / "mix.toml")
 
 
 # ---- keys that lie far from zero ----

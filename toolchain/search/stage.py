@@ -80,6 +80,10 @@ def search_formats(
     formats = units.choose_formats(recipe, question.formats)
     found = units.find_units(config, recipe)
     plan_quantization(config, units.mixed_recipe(recipe, (), {}, recipe.about))
+    if recipe.smoothing.keys:
+        from toolchain.quantize.keys import check_keys
+
+        check_keys(config)
     choices = {unit.name: units.possible_formats(config, unit, recipe, formats) for unit in found}
     sizes, rest = units.format_bytes(entries, config, recipe, found, choices)
     empty = Problem(sizes, {u: dict.fromkeys(f, 0.0) for u, f in sizes.items()}, rest)
