@@ -24,6 +24,22 @@ def test_every_recipe_in_the_folder_is_valid_and_names_no_model(name):
         ({"kv_cache": {"format": "int8", "granularity": "tokens"}}, ["kv_cache.granularity", "'token'"]),
         ({"kv_cache": {"format": "int4"}}, ["kv_cache.format", "int4"]),
         ({"kv_cache": {"skip": "model.layers.0.self_attn"}}, ["kv_cache.skip"]),
+        ({"kv_cache": {"format": "int8", "scale": "max"}}, ["kv_cache.scale", "'percentile'"]),
+        ({"kv_cache": {"scale": "percentile", "percentile": 0.0}}, ["kv_cache.percentile"]),
+        ({"kv_cache": {"scale": "percentile", "percentile": 100.1}}, ["kv_cache.percentile"]),
+        ({"kv_cache": {"scale": "percentile", "percentile": float("nan")}}, ["kv_cache.percentile"]),
+        ({"kv_cache": {"scale": "mse", "percentile": 99.0}}, ["percentile does not go with scale mse"]),
+        (
+            {"kv_cache": {"format": "int8", "granularity": "token", "scale": "mse"}},
+            ["scale mse is for static scales", 'granularity = "head"'],
+        ),
+        ({"smoothing": {"keys": True}}, ["smoothing.keys is for a quantized cache", "kv_cache.format"]),
+        ({"smoothing": {"keys": "yes"}}, ["smoothing.keys"]),
+        (
+            {"weights": {"format": "int8", "algorithm": "stored"}, "kv_cache": {"format": "int8"}}
+            | {"smoothing": {"keys": True}},
+            ["smoothing.keys does not go with weights.algorithm stored"],
+        ),
         ({"activations": {"format": "int8"}}, ["activations.format int8 needs weights.format int8"]),
         ({"schema_version": 2}, ["schema_version"]),
         ({"compute_dtype": "int8"}, ["compute_dtype"]),
@@ -45,6 +61,7 @@ def test_mistakes_are_named_with_near_matches(change, texts):
         ({"kv_cache": {"format": "int8", "granularity": "token"}}, False),
         ({"kv_cache": {"format": "fp8_e4m3", "granularity": "token"}, "weights": {"format": "int8"}}, False),
         ({"kv_cache": {"format": "int8", "granularity": "token"}, "smoothing": {"algorithm": "awq"}}, True),
+        ({"kv_cache": {"format": "int8", "granularity": "token"}, "smoothing": {"keys": True}}, True),
         ({"kv_cache": {"granularity": "token"}}, False),
     ],
 )

@@ -75,11 +75,14 @@ class Recipe(Section, frozen=True):
                     "both sides of a product have one format"
                 )
             self._stored_as_they_are(override)
+        if self.smoothing.keys and self.kv_cache.format == "none":
+            raise ValueError("smoothing.keys is for a quantized cache: set kv_cache.format, or leave it out")
         return self
 
     def _stored_as_they_are(self, override: tuple[Override, ...]) -> None:
         changed = {
             f"smoothing.algorithm {self.smoothing.algorithm}": self.smoothing.algorithm != "none",
+            "smoothing.keys": self.smoothing.keys,
             "a rotation": self.rotation.is_on,
             "an override of weights": bool(override and override[0].weights),
         }
@@ -115,7 +118,7 @@ class Recipe(Section, frozen=True):
     def needs_calibration(self) -> bool:
         """Whether anything in the recipe is measured on text: static scales, second moments, sizes of channels."""
         measured = any(w.uses_hessian or a.is_static or a.center for w, a in self.variants)
-        changed = self.rotation.is_on or self.smoothing.algorithm != "none"  # and checked on text to be an identity
+        changed = self.rotation.is_on or self.smoothing.is_on  # and checked on text to be an identity
         return measured or changed or self.kv_cache.is_static
 
     def sections(self, stage: str) -> dict[str, Any]:

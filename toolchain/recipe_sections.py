@@ -126,24 +126,45 @@ class Rotation(Section, frozen=True):
 class Smoothing(Section, frozen=True):
     """Channels made smaller in the activations and larger in the weights before anything is rounded.
 
-    `smoothquant` goes by the largest activation of a channel, `awq` by the mean; `alpha` by how much.
+    `smoothquant` goes by the largest activation of a channel, `awq` by the mean; `alpha` by how much. `keys`: what
+    the cache holds of K, made larger in the queries; it needs no algorithm.
     """
 
     algorithm: Literal["none", "smoothquant", "awq"] = "none"
     alpha: float = pydantic.Field(default=0.5, ge=0, le=1)
+    keys: bool = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is divided."""
+        return self.algorithm != "none" or self.keys
 
 
 class KVCache(Section, frozen=True):
     """How the cache is stored, per layer, for K and V apart.
 
     `head`, `tensor`: one static scale per KV head, or for all of them, from calibration. `token`: a dynamic
-    scale of every token and KV head, kept in the cache. `skip` names the attention of layers whose cache stays
-    in the compute type, exactly or as glob patterns over `model.layers.{i}.self_attn`.
+    scale of every token and KV head, kept in the cache. `scale`: what a static one is made of, the largest value, a
+    `percentile` of all sizes, or the clip with the least squared error. `skip` names the attention of layers whose
+    cache stays in the compute type, exactly or as glob patterns over `model.layers.{i}.self_attn`.
     """
 
     format: Literal["none", "int8", "fp8_e4m3"] = "none"
     granularity: Literal["head", "tensor", "token"] = "head"
+    scale: Literal["amax", "percentile", "mse"] = "amax"
+    percentile: float = pydantic.Field(default=99.9, gt=0, le=100, allow_inf_nan=False)
     skip: Strings = ()
+
+    @pydantic.model_validator(mode="after")
+    def _scale_is_static(self) -> Self:
+        if self.granularity == "token" and self.scale != "amax":
+            raise ValueError(
+                f'scale {self.scale} is for static scales: a token\'s own is of its largest value; set scale = "amax", '
+                'or granularity = "head"'
+            )
+        if self.scale != "percentile" and self.percentile != type(self).model_fields["percentile"].default:
+            raise ValueError(f'percentile does not go with scale {self.scale}: set scale = "percentile"')
+        return self
 
     @property
     def is_static(self) -> bool:

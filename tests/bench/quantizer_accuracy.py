@@ -36,6 +36,8 @@ def smooth(alpha, algorithm="smoothquant"):
     return {"smoothing": {"algorithm": algorithm, "alpha": alpha}}
 
 
+KV_INT8, KV_FP8 = {"format": "int8"}, {"format": "fp8_e4m3"}
+VALUES, KEYS = {"rotation": {"values": True}}, {"smoothing": {"keys": True}}
 ROTATED = {"rotation": {"stream": True, "values": True, "feed_forward": True}}
 CENTERED = {"center": True}
 EXCESS = STATIC | {"excess_channels": 8}
@@ -69,8 +71,18 @@ CASES = {
     "kv-head": {"kv_cache": {"format": "int8"}},
     "kv-head-rotated": {"kv_cache": {"format": "int8"}, "rotation": {"values": True}},
     "kv-token": {"kv_cache": {"format": "int8", "granularity": "token"}},
-    "kv-fp8": {"kv_cache": {"format": "fp8_e4m3"}},
-    "kv-fp8-rotated": {"kv_cache": {"format": "fp8_e4m3"}, "rotation": {"values": True}},
+    "kv-head-mse": {"kv_cache": KV_INT8 | {"scale": "mse"}},
+    "kv-head-percentile": {"kv_cache": KV_INT8 | {"scale": "percentile"}},
+    "kv-head-keys": {"kv_cache": KV_INT8} | KEYS,
+    "kv-head-keys-rotated": {"kv_cache": KV_INT8} | KEYS | VALUES,
+    "kv-head-keys-rotated-mse": {"kv_cache": KV_INT8 | {"scale": "mse"}} | KEYS | VALUES,
+    "kv-token-keys": {"kv_cache": KV_INT8 | {"granularity": "token"}} | KEYS,
+    "kv-token-keys-rotated": {"kv_cache": KV_INT8 | {"granularity": "token"}} | KEYS | VALUES,
+    "kv-fp8": {"kv_cache": KV_FP8},
+    "kv-fp8-rotated": {"kv_cache": KV_FP8} | VALUES,
+    "kv-fp8-mse": {"kv_cache": KV_FP8 | {"scale": "mse"}},
+    "kv-fp8-keys": {"kv_cache": KV_FP8} | KEYS,
+    "kv-fp8-keys-mse": {"kv_cache": KV_FP8 | {"scale": "mse"}} | KEYS,
     "all-int8": {"weights": INT8 | GPTQ, "activations": PER_TOKEN, "kv_cache": {"format": "int8"}} | ROTATED,
     "all-int8-token": {
         "weights": INT8 | GPTQ,

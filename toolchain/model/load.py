@@ -30,6 +30,7 @@ from toolchain.model.quantized import (
     InputShape,
     QuantizedEmbedding,
     QuantizedLinear,
+    checked_scale,
 )
 from toolchain.tensor_file import TensorEntry, read_header, read_tensor
 
@@ -65,7 +66,7 @@ def load_artifact_decoder(artifact: Artifact) -> Decoder:
     _install_bases(decoder, entries)
     for i, cache in enumerate(caches_of(artifact.manifest.kv_contract, config.num_hidden_layers)):
         if cache.quantized:
-            scales = None if cache.token_scales else _cache_scales(entries, i)
+            scales = None if cache.token_scales else _cache_scales(entries, config, i)
             decoder.model.layers[i].self_attn.quantize_cache(cache.dtype, scales)  # type: ignore[operator]
     _refuse_meta(decoder)
     return decoder.eval()
@@ -142,6 +143,9 @@ def _install_bases(decoder: Decoder, entries: Mapping[str, TensorEntry]) -> None
             block.mlp.shape = InputShape(rotation_nn, *excess)  # type: ignore[union-attr]
 
 
-def _cache_scales(entries: Mapping[str, TensorEntry], layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = (read_tensor(entries[f"model.layers.{layer}.self_attn.{scale}"]) for scale in KV_SCALES)
+def _cache_scales(
+    entries: Mapping[str, TensorEntry], config: DecoderConfig, layer: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    names, shape = (f"model.layers.{layer}.self_attn.{scale}" for scale in KV_SCALES), (config.num_key_value_heads,)
+    key, value = (checked_scale(name, read_tensor(entries[name]), shape) for name in names)
     return key, value

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
+from toolchain.errors import DtoolError
 from toolchain.numerics import dequantize, quantize, token_scale, unpack_int4
 
 SCALE_SUFFIX = "_scale"
@@ -65,6 +66,19 @@ class InputShape:
         if self.rotation is not None:
             x_BTI = (x_BTI.unflatten(-1, (-1, len(self.rotation))) @ self.rotation).flatten(-2)
         return x_BTI, added_BTO
+
+
+def checked_scale(name: str, scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """The scale itself. Raises DtoolError unless it is of that shape, and positive and finite everywhere."""
+    if tuple(scale.shape) != shape or not bool(((scale > 0) & torch.isfinite(scale)).all()):
+        least = float(scale.min()) if scale.numel() else float("nan")
+        raise DtoolError(
+            f"{name} is no scale",
+            expected=f"float32 {list(shape)}, above zero and finite",
+            found=f"{list(scale.shape)}, the least {least:g}",
+            fix="quantize again; for a scale of the checkpoint's own, --set weights.algorithm=rtn",
+        )
+    return scale
 
 
 class QuantizedLinear(nn.Module):

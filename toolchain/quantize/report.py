@@ -81,5 +81,5 @@ def _coverage(found: dict[str, Any] | None) -> str:
 def _section(section: dict[str, Any]) -> str:
     """One section of the recipe in a line; what is off is `none`."""
     if section.get("format", section.get("algorithm")) == "none":
-        return "none"
+        return "keys" if section.get("keys") else "none"
     return ", ".join(f"{key} {value}" for key, value in section.items() if key != "skip")

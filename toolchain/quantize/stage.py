@@ -36,6 +36,10 @@ def quantize_artifact(
         from toolchain.quantize.rotation import check_rotation
 
         check_rotation(job.config, recipe.rotation)
+    if recipe.smoothing.keys:
+        from toolchain.quantize.keys import check_keys
+
+        check_keys(job.config)
     for note in job.notes:
         report(f"note: {note}")
     if job.calibrates:

@@ -25,6 +25,7 @@ from toolchain.model.quantized import (
     OFFSET,
     ROTATION,
     SCALE_SUFFIX,
+    checked_scale,
     dequantize_weight,
 )
 from toolchain.quantize.excess import PRODUCT
@@ -117,7 +118,7 @@ class QuantizedStream:
             found |= self._scales(rest)
         if job.stored is not None:
             found |= job.stored.static_scales(format_named(job.held_in).torch_dtype)
-        yield from (found[name] for name in self._static_shapes())
+        yield from (checked_scale(name, found[name], shape) for name, shape in self._static_shapes().items())
         yield from self._shape_tensors(found)
 
     def _walked_layer(self, name: str) -> int | None:

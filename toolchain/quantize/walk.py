@@ -5,7 +5,7 @@ a model does not matter. For each layer, in float:
 
     1. rotation puts it into a basis without large channels (`rotation`), and the excess of a few is set apart
     2. its input, kept from the layer before, runs through it; the inputs of its products and its cache are seen
-    3. smoothing divides what is still hard to round (`smoothing`)
+    3. smoothing divides what is still hard to round (`smoothing`, `keys`)
     4. one text runs through it again: what is left must be the function it was
     5. its matrices are rounded with what was seen (`rounding`)
     6. the layer's float output is the next layer's input
@@ -32,15 +32,16 @@ from toolchain.model.decoder import Block, LayerCache, Norm
 from toolchain.model.positions import position_tables, rope_table_names
 from toolchain.model.quantized import INPUT_SCALE, KV_SCALES, InputShape
 from toolchain.numerics import dequantize, quantize, scale_from_amax, token_scale
+from toolchain.quantize.cache_scales import CacheSeen, cache_scale, needs_histogram
 from toolchain.quantize.excess import PRODUCT, Excess
 from toolchain.quantize.job import Job
+from toolchain.quantize.keys import smooth_keys
 from toolchain.quantize.layer import embedded_text, fill, load_layer, run_layer
 from toolchain.quantize.plan import QuantizePlan
 from toolchain.quantize.progress import time_span
 from toolchain.quantize.rotation import rotate_feed_forward, rotate_stream, rotate_values, rotation_matrix
 from toolchain.quantize.smoothing import Site, fold, shared_by_heads, sites, smoothing_scale, weight_sizes
 from toolchain.recipe import Recipe
-from toolchain.recipe_sections import KVCache
 from toolchain.tensor_file import TensorEntry
 
 IDENTITY = 1e-4
@@ -116,7 +117,7 @@ class WalkedLayer:
     shape: InputShape | None = None
     seen: dict[str, Seen] = field(default_factory=dict)
     means: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    cache_amax: dict[str, torch.Tensor] = field(default_factory=dict)
+    cache: dict[str, CacheSeen] = field(default_factory=dict)
     identity_error: float = 0.0
 
 
@@ -148,6 +149,8 @@ def walk(job: Job) -> Iterator[WalkedLayer]:
             outputs = _run(block, rope, streams, recipe, plan, layer, products)
             if recipe.smoothing.algorithm != "none":
                 _smooth(block, layer, config, recipe)
+            if recipe.smoothing.keys:
+                smooth_keys(block, i, layer.cache[KV_SCALES[0]], config)
             layer.identity_error = _identity_error(run_layer(block, rope, sample_BTE)[0], before_BTE)
             _center(block, layer, job)
         layer.tensors = {f"model.layers.{i}.{name}": p.detach() for name, p in block.named_parameters()}
@@ -219,13 +222,15 @@ def _run(
         module = block.get_submodule(name)
         layer.seen[name] = _nothing(module.weight.shape[1], plan.uses_hessian)  # type: ignore[union-attr, index]
         handles.append(module.register_forward_pre_hook(_watch(layer.seen[name])))
+    if recipe.kv_cache.is_static or recipe.smoothing.keys:
+        spec, counted = block.self_attn.spec, needs_histogram(recipe.kv_cache)
+        nothing = (CacheSeen.nothing(spec.num_kv_heads, spec.head_dim, histogram=counted) for _ in KV_SCALES)
+        layer.cache = dict(zip(KV_SCALES, nothing, strict=True))
     for x_BTE in streams:
         out_BTE, cache = run_layer(block, rope, x_BTE)
         outputs.append(out_BTE)
-        if recipe.kv_cache.is_static:
-            for name, cache_BKCD in zip(KV_SCALES, cache, strict=True):
-                size_KD = cache_BKCD.abs().amax((0, 2))
-                layer.cache_amax[name] = torch.maximum(layer.cache_amax.get(name, torch.zeros_like(size_KD)), size_KD)
+        for seen, cache_BKCD in zip(layer.cache.values(), cache, strict=False):  # where it is not watched, none
+            seen.add(cache_BKCD)
     for handle in handles:
         handle.remove()
     if not all(bool(torch.isfinite(out).all()) for out in outputs):
@@ -320,9 +325,8 @@ def _divide_seen(layer: WalkedLayer, site: Site, scale_I: torch.Tensor, config: 
     for reader in site.readers:
         if reader in layer.seen:
             layer.seen[reader].divide(scale_I)
-    if site.maker.endswith("qkv_proj") and KV_SCALES[1] in layer.cache_amax:
-        heads = scale_I.reshape(config.num_key_value_heads, -1, config.head_dim)[:, 0]
-        layer.cache_amax[KV_SCALES[1]] = layer.cache_amax[KV_SCALES[1]] / heads
+    if site.maker.endswith("qkv_proj") and KV_SCALES[1] in layer.cache:
+        layer.cache[KV_SCALES[1]].divide(scale_I.reshape(config.num_key_value_heads, -1, config.head_dim)[:, 0])
 
 
 @torch.no_grad()
@@ -335,20 +339,12 @@ def _head_input(entries: Mapping[str, TensorEntry], config: DecoderConfig, strea
     return WalkedLayer(config.num_hidden_layers, {}, seen={"lm_head": seen})
 
 
-def cache_scale(amax_KD: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
-    """float32 static scales [K] of a cache whose channels reach `amax_KD`: of each head, or one for all."""
-    amax_K = amax_KD.amax(-1)
-    if kv_cache.granularity == "tensor":
-        amax_K = amax_K.max().expand_as(amax_K).contiguous()
-    return scale_from_amax(amax_K, kv_cache.format)
-
-
 def static_scales(layer: WalkedLayer, recipe: Recipe, plan: QuantizePlan, held_in: torch.dtype) -> dict[str, Any]:
     """float32 scales by parameter name: [K] of the cache, [] of every input that is rounded with a fixed scale."""
     prefix = f"model.layers.{layer.index}."
     found: dict[str, Any] = {}
-    for part, amax_KD in layer.cache_amax.items():
-        found[f"{prefix}self_attn.{part}"] = cache_scale(amax_KD, recipe.kv_cache)
+    for part, cache in layer.cache.items() if recipe.kv_cache.is_static else ():
+        found[f"{prefix}self_attn.{part}"] = cache_scale(cache, recipe.kv_cache)
     for name, seen in layer.seen.items():
         full = name if name == "lm_head" else prefix + name
         if full in plan.static:

@@ -24,12 +24,13 @@ from torch import nn
 from toolchain.model.decoder import Decoder
 from toolchain.model.quantized import KV_SCALES, QuantizedEmbedding, QuantizedLinear
 from toolchain.numerics import scale_from_amax
+from toolchain.quantize.cache_scales import cache_scale
 from toolchain.quantize.excess import survey_excess
 from toolchain.quantize.job import Job
 from toolchain.quantize.plan import HEAD, QuantizePlan, plan_quantization
 from toolchain.quantize.rotation import rotation_matrix
 from toolchain.quantize.rounding import round_matrix
-from toolchain.quantize.walk import Seen, cache_scale, walk
+from toolchain.quantize.walk import Seen, walk
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
 
@@ -208,8 +209,8 @@ def _walk(
             block: Any = model.decoder.model.layers[layer.index]
             block.mlp.shape = layer.shape
         model.seen |= {name if name == HEAD else prefix + name: seen for name, seen in layer.seen.items()}
-        if layer.cache_amax:
-            first, second = (cache_scale(layer.cache_amax[part], base.kv_cache) for part in KV_SCALES)
+        if layer.cache and base.kv_cache.is_static:
+            first, second = (cache_scale(layer.cache[part], base.kv_cache) for part in KV_SCALES)
             model.cache_scales[layer.index] = (first, second)
     if base.rotation.stream:
         model.decoder.rotation_EE = rotation_matrix(config.hidden_size).float()

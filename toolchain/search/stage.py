@@ -81,6 +81,10 @@ def search_formats(
     formats = units.choose_formats(recipe, question.formats)
     found = units.find_units(config, recipe)
     plan_quantization(config, units.mixed_recipe(recipe, (), {}, recipe.about))
+    if recipe.smoothing.keys:
+        from toolchain.quantize.keys import check_keys
+
+        check_keys(config)
     choices = {unit.name: units.possible_formats(config, unit, recipe, formats) for unit in found}
     sizes, rest = units.format_bytes(entries, config, recipe, found, choices)
     empty = Problem(sizes, {u: dict.fromkeys(f, 0.0) for u, f in sizes.items()}, rest)
@@ -149,7 +153,7 @@ def _prepared(
     mixes = [{u.name: f if f in choices[u.name] else choices[u.name][0] for u in found} for f in formats]
     recipes = [units.mixed_recipe(recipe, found, mix, recipe.about) for mix in mixes]
     static = any(plan_quantization(config, r).static for r in recipes)
-    changed = recipe.rotation.is_on or recipe.smoothing.algorithm != "none" or recipe.kv_cache.is_static
+    changed = recipe.rotation.is_on or recipe.smoothing.is_on or recipe.kv_cache.is_static
     blocks, c = None, recipe.calibration
     if static or changed:
         asked = {"blocks": c.samples, "seq_len": c.seq_len, "seed": c.seed}
