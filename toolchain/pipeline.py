@@ -17,8 +17,8 @@ from toolchain.recipe import Recipe, find_data
 from toolchain.report import Page, Table, render_html
 
 Report = Callable[[str], None]
-OURS = ("export", "quantized", "engine", "parity", "bench")
-"""First parts of the names a run writes."""
+OURS = ("export", "quantized", "engine", "parity", "bench", "statistics")
+"""First parts of the names a run writes, and of a folder that a user may give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,19 @@ def run_pipeline(
     bench: bool,
     report: Report,
     plugin_libraries: Sequence[Path] = (),
+    statistics: Path | None = None,
 ) -> RunResult:
-    """Export, quantize, build, prove and time `model` into `out`. Raises GateFailed when a gate fails."""
+    """Export, quantize, build, prove and time `model` into `out`. Raises GateFailed when a gate fails.
+
+    `statistics`: a folder that keeps what calibration saw, for other recipes.
+    """
     check_inputs(model, recipe, out)
     from toolchain.engine.stage import build_engine, engine_key
     from toolchain.export.stage import export_checkpoint, export_key
-    from toolchain.quantize.stage import quantize_artifact, quantize_key
+    from toolchain.quantize.stage import check_statistics, quantize_artifact, quantize_key
+
+    if statistics is not None:
+        check_statistics(statistics)
 
     artifacts: dict[str, Artifact] = {}
 
@@ -73,7 +80,9 @@ def run_pipeline(
         current = stage(
             "quantized",
             quantize_key(exported, recipe),
-            lambda folder, force: quantize_artifact(exported.path, recipe, folder, force=force, report=report),
+            lambda folder, force: quantize_artifact(
+                exported.path, recipe, folder, force=force, statistics=statistics, report=report
+            ),
         )
     source = current
     engine = stage(

@@ -16,6 +16,7 @@ from toolchain.tensor_file import TensorEntry, read_header
 if TYPE_CHECKING:
     from toolchain.quantize.excess import Excess
     from toolchain.quantize.progress import Progress
+    from toolchain.quantize.statistics import Statistics
 
 WEIGHTS = "weights.safetensors"
 
@@ -26,7 +27,7 @@ class Job:
 
     `caches`: of every layer. `stored`: scales that come from the checkpoint. `blocks`: calibration text as ids
     int64 [samples, seq_len], None where nothing is measured. `excess`: by layer. `progress`: what of the work is
-    finished already.
+    finished already. `statistics`: what earlier walks saw.
     """
 
     entries: Mapping[str, TensorEntry]
@@ -39,6 +40,7 @@ class Job:
     report: Callable[[str], None] = lambda _: None
     excess: Mapping[int, "Excess"] = field(default_factory=dict)
     progress: "Progress | None" = None
+    statistics: "Statistics | None" = None
 
     @property
     def held_in(self) -> str:

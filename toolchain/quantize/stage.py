@@ -6,7 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolchain.artifact import Artifact, Draft, check_output, create_artifact, hash_file, open_artifact, stage_key
+from toolchain.artifact import (
+    Artifact,
+    Draft,
+    check_output,
+    create_artifact,
+    enclosing_artifact,
+    hash_file,
+    open_artifact,
+    stage_key,
+)
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES
 from toolchain.model.caches import describe_caches
@@ -20,14 +29,23 @@ QUANTIZATION = "quantization.json"
 
 
 def quantize_artifact(
-    source: Path, recipe: Recipe, out: Path, *, force: bool = False, report: Callable[[str], None] = print
+    source: Path,
+    recipe: Recipe,
+    out: Path,
+    *,
+    force: bool = False,
+    statistics: Path | None = None,
+    report: Callable[[str], None] = print,
 ) -> Artifact:
     """Write the quantized artifact of an export to `out`.
 
+    `statistics`: a folder that keeps what calibration saw, for other recipes; the output does not depend on it.
     Raises DtoolError before any work for a recipe that quantizes nothing, a pattern that matches
     nothing, missing calibration text, or an output that exists.
     """
     check_output(out, force=force, source=source)
+    if statistics is not None:
+        check_statistics(statistics)
     exported = open_artifact(source, ("export",))
     if not recipe.quantizes:
         raise DtoolError("the recipe quantizes nothing", expected="weights.format or kv_cache.format other than none")
@@ -40,6 +58,8 @@ def quantize_artifact(
         report(f"note: {note}")
     if job.calibrates:
         job = replace(job, blocks=_calibration_blocks(exported, recipe))
+    if statistics is not None:
+        job = _with_statistics(job, exported, statistics)
     with create_artifact(out, STAGE, force=force) as draft:
         _describe(exported, job, draft)
         if job.calibrates:
@@ -73,6 +93,33 @@ def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
     c = recipe.calibration
     tokenizer = load_tokenizer(exported.path)
     return token_blocks(read_texts(find_data(c.data)), tokenizer, blocks=c.samples, seq_len=c.seq_len, seed=c.seed)
+
+
+def check_statistics(folder: Path) -> None:
+    """Refuse a place for statistics that is no folder or lies in an artifact, before any work."""
+    inside = enclosing_artifact(folder)
+    if inside is not None or (folder.exists() and not folder.is_dir()):
+        raise DtoolError(
+            f"no statistics can be kept in {folder}",
+            expected="a folder outside artifacts, which hold what their manifest lists",
+            found="a file" if inside is None else f"the artifact {inside}",
+            fix="choose a folder beside it",
+        )
+
+
+def _with_statistics(job: Job, exported: Artifact, folder: Path) -> Job:
+    """The job with the statistics that fit it; as it was, with a note, where there can be none."""
+    from toolchain.quantize.excess import asked_excess
+    from toolchain.quantize.statistics import Statistics, statistics_key
+
+    recipe = job.recipe
+    if job.blocks is None or recipe.calibration.inputs == "quantized":
+        why = "the recipe measures nothing" if job.blocks is None else "calibration.inputs quantized sees its own model"
+        job.report(f"note: statistics are neither taken nor kept: {why}")
+        return job
+    weights, config = exported.manifest.files[WEIGHTS].sha256, exported.json("decoder.json")
+    bases = {"rotation": recipe.rotation.model_dump(), "excess": asked_excess(job), "batch": recipe.calibration.batch}
+    return replace(job, statistics=Statistics(folder, statistics_key(weights, config, job.blocks, bases), job.report))
 
 
 def _open_progress(out: Path, key: str, report: Callable[[str], None]) -> Any:
