@@ -96,11 +96,14 @@ def quantize(
     source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, as_json: bool, html: Path | None, **how: Any
 ) -> None:
     """Exported artifact -> the same graphs with integer weights, activations and cache, and what that lost."""
+    from toolchain.engine.preflight import check_formats
     from toolchain.quantize.report import quantization_document, quantization_page
     from toolchain.quantize.stage import quantize_artifact
     from toolchain.recipe import load_recipe
 
-    artifact = quantize_artifact(source, load_recipe(recipe_name, overrides), out, **how, report=say)
+    recipe = load_recipe(recipe_name, overrides)
+    check_formats(recipe)
+    artifact = quantize_artifact(source, recipe, out, **how, report=say)
     document = quantization_document(artifact)
     show(document, lambda: quantization_page(document), as_json=as_json, html=html)
     say(f"written to {out}")

@@ -108,9 +108,10 @@ def runs_here(engine: Artifact) -> bool:
 
 def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     """Everything that can be refused before hours of work is refused here."""
-    from toolchain.engine.preflight import check_sizes
+    from toolchain.engine.preflight import check_recipe, check_sizes
     from toolchain.model.checkpoint import open_checkpoint
-    from toolchain.quantize.plan import plan_quantization
+    from toolchain.quantize.calibration import calibration_blocks
+    from toolchain.quantize.job import plan_recipe
     from toolchain.quantize.stored import check_scheme
 
     if out.exists() and not out.is_dir():
@@ -125,12 +126,13 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
             found=name_list(foreign),
             fix="choose another folder",
         )
+    check_recipe(recipe)
     checkpoint = open_checkpoint(model, recipe.context_len)
-    plan_quantization(checkpoint.config, recipe)
+    plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
     find_data(recipe.parity.data)
     check_scheme(None if checkpoint.foreign is None else checkpoint.foreign.scheme, recipe)
     if recipe.needs_calibration and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
-        find_data(recipe.calibration.data)
+        calibration_blocks(model, recipe, checkpoint.config)
     check_sizes(recipe.engine, checkpoint.config)
 
 

@@ -127,7 +127,7 @@ class Smoothing(Section, frozen=True):
     """
 
     algorithm: Literal["none", "smoothquant", "awq"] = "none"
-    alpha: float = pydantic.Field(default=0.5, ge=0, le=1)
+    alpha: float = pydantic.Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
 
 
 class KVCache(Section, frozen=True):
@@ -158,7 +158,7 @@ class Calibration(Section, frozen=True):
     samples: int = pydantic.Field(default=32, ge=1)
     seq_len: int = pydantic.Field(default=512, ge=2)
     batch: int = pydantic.Field(default=4, ge=1)
-    seed: int = 0
+    seed: int = pydantic.Field(default=0, ge=0)
     inputs: Literal["float", "quantized"] = "float"
 
 

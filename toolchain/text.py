@@ -246,11 +246,18 @@ def read_texts(path: Path) -> list[Passage]:
     try:
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DtoolError(f"{path} cannot be read", expected="a UTF-8 .jsonl file", found=str(error)) from error
+        raise DtoolError(
+            f"{path} cannot be read",
+            expected="a UTF-8 .jsonl file",
+            found=str(error),
+            fix='write one {"text": ...} a line in UTF-8, or name another text',
+        ) from error
     if lines[-1] == "":
         lines.pop()
     if not lines:
-        raise DtoolError(f"{path} is empty", expected='one {"text": ...} a line', fix="name another text")
+        raise DtoolError(
+            f"{path} is empty", expected='one {"text": ...} a line', found="no line", fix="name another text"
+        )
     return [_passage(path, number, line) for number, line in enumerate(lines, 1)]
 
 

@@ -15,10 +15,12 @@ from toolchain.artifact import (
     hash_file,
     open_artifact,
     stage_key,
+    verify_files,
 )
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES
 from toolchain.model.caches import describe_caches
+from toolchain.model.config import DecoderConfig
 from toolchain.quantize.job import WEIGHTS, Job, plan_job
 from toolchain.recipe import Recipe, find_data
 from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor_bytes, write_stream
@@ -40,26 +42,23 @@ def quantize_artifact(
     """Write the quantized artifact of an export to `out`.
 
     `statistics`: a folder that keeps what calibration saw, for other recipes; the output does not depend on it.
-    Raises DtoolError before any work for a recipe that quantizes nothing, a pattern that matches
-    nothing, missing calibration text, or an output that exists.
+    Raises DtoolError before weights are read for an output that exists, a recipe that quantizes nothing or does not
+    fit the model, and text that cannot be calibrated on; later for weights that are damaged or not finite.
     """
     check_output(out, force=force, source=source)
     if statistics is not None:
         check_statistics(statistics)
-    exported = open_artifact(source, ("export",))
+    exported = open_artifact(source, ("export",), later=WEIGHTS)
     if not recipe.quantizes:
         raise DtoolError("the recipe quantizes nothing", expected="weights.format or kv_cache.format other than none")
     job = replace(plan_job(exported, recipe), report=report)
-    if recipe.rotation.is_on:
-        from toolchain.quantize.rotation import check_rotation
-
-        check_rotation(job.config, recipe.rotation)
     for note in job.notes:
         report(f"note: {note}")
     if job.calibrates:
         job = replace(job, blocks=_calibration_blocks(exported, recipe))
     if statistics is not None:
         job = _with_statistics(job, exported, statistics)
+    verify_files(exported, check_hashes=True)
     with create_artifact(out, STAGE, force=force) as draft:
         _describe(exported, job, draft)
         if job.calibrates:
@@ -88,11 +87,9 @@ def _lineage(exported: Artifact, job: Job) -> dict[str, str]:
 
 
 def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
-    from toolchain.text import load_tokenizer, read_texts, token_blocks
+    from toolchain.quantize.calibration import calibration_blocks
 
-    c = recipe.calibration
-    tokenizer = load_tokenizer(exported.path)
-    return token_blocks(read_texts(find_data(c.data)), tokenizer, blocks=c.samples, seq_len=c.seq_len, seed=c.seed)
+    return calibration_blocks(exported.path, recipe, DecoderConfig.model_validate(exported.json("decoder.json")))
 
 
 def check_statistics(folder: Path) -> None:

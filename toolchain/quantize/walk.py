@@ -259,10 +259,12 @@ def _run(block: Block, rope: LayerCache, streams: list[torch.Tensor], layer: Wal
             layer.cache_amax[name] = torch.maximum(layer.cache_amax[name], cache_BKCD.abs().amax((0, 2)))
     for handle in handles:
         handle.remove()
-    if not all(bool(torch.isfinite(out).all()) for out in outputs):
+    wrong = sum(int((~torch.isfinite(out)).sum()) for out in outputs)
+    if wrong:
         raise DtoolError(
             f"layer {layer.index} gives inf or NaN on the calibration text",
             expected="finite activations",
+            found=f"{wrong} of {sum(out.numel() for out in outputs)} values of its output",
             fix="check the weights, or the compute type: values may not fit it",
         )
     return outputs
