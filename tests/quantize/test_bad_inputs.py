@@ -146,6 +146,34 @@ def test_groups_that_cut_no_matrix_are_refused_before_weights_are_read(by, odd, 
     assert all(part in found for part in ("cannot be stored as int4", "128, 64, 32", "80 inputs", "weights.skip"))
 
 
+@pytest.mark.parametrize("by", ["quantize", "run"])
+def test_chat_without_a_template_is_refused_before_weights_are_read(
+    by, nothing_is_read, tiny_text, text_export, texts, tmp_path
+):
+    places = {"m": tiny_text, "x": text_export}
+    for name, source in places.items():
+        shutil.copytree(source, tmp_path / name)
+    for folder in (tmp_path / "m", tmp_path / "x" / "tokenizer"):
+        document = json.loads((folder / "tokenizer_config.json").read_text())
+        del document["chat_template"]
+        (folder / "tokenizer_config.json").write_text(json.dumps(document))
+    chat = calibration(texts["calibration"], chat=True)
+    recipe = make_recipe(**STATIC, calibration=chat, parity={"data": str(texts["evaluation"])})
+    found = refusal_of(by, seal(tmp_path / "x"), tmp_path / "m", recipe, tmp_path / "q")
+    assert "has no chat template" in found
+    assert "calibration.chat=false" in found
+
+
+def test_conversations_calibrate_and_are_not_plain_text(text_export, texts, tmp_path):
+    found = {}
+    for chat in (True, False):
+        recipe = make_recipe(**STATIC, calibration=calibration(texts["calibration"], chat=chat))
+        artifact = quantize_artifact(text_export, recipe, tmp_path / f"{chat}", report=lambda _: None)
+        found[chat] = artifact.json("quantization.json")["calibration"]
+    assert found[True]["tokens"] == found[False]["tokens"] == 2 * 64
+    assert found[True]["distinct_tokens"] > found[False]["distinct_tokens"]
+
+
 def test_ids_the_model_does_not_have_are_refused(text_export, texts, tmp_path):
     folder = tmp_path / "x"
     shutil.copytree(text_export, folder)

@@ -12,8 +12,8 @@ from toolchain.text import load_tokenizer, read_texts, token_blocks
 def calibration_blocks(folder: Path, recipe: Recipe, config: DecoderConfig) -> Any:
     """Ids int64 [samples, seq_len] by the tokenizer of a checkpoint or an artifact.
 
-    Raises DtoolError for text that is missing, empty, too short or no JSON lines, for blocks longer than the model's
-    positions, and for ids it does not have.
+    Raises DtoolError for text that is missing, empty, too short or no JSON lines, for a chat template that is not
+    there, for blocks longer than the model's positions, and for ids it does not have.
     """
     c = recipe.calibration
     if c.seq_len > config.context_len:
@@ -23,7 +23,8 @@ def calibration_blocks(folder: Path, recipe: Recipe, config: DecoderConfig) -> A
             found=str(c.seq_len),
             fix=f"--set calibration.seq_len={config.context_len}",
         )
-    texts, tokenizer = read_texts(find_data(c.data)), load_tokenizer(folder)
+    data, tokenizer = find_data(c.data), load_tokenizer(folder)
+    texts = read_texts(data, tokenizer if c.chat else None)
     blocks = token_blocks(texts, tokenizer, blocks=c.samples, seq_len=c.seq_len, seed=c.seed)
     if int(blocks.max()) >= config.vocab_size:
         raise DtoolError(
