@@ -6,7 +6,7 @@ again. So a run that was killed redoes only what was unfinished, and ends with t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,27 @@ class RunResult:
         return {"artifacts": made, "parity": self.parity, "bench": self.bench}
 
 
+@dataclass(slots=True)
+class _Stages:
+    """The stages of a run in their order: what is finished is reused, the rest is made."""
+
+    out: Path
+    report: Report
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
+
+    def take(self, name: str, key: str, make: Callable[[Path, bool], Artifact]) -> Artifact:
+        """The artifact of a stage; `make` gets its folder, and whether something is there to be replaced."""
+        folder = self.out / name
+        found = reusable(folder, key, self.report)
+        if found is not None:
+            self.report(f"{name}: reused, nothing it depends on has changed")
+        else:
+            self.report(f"{name}: working")
+            found = make(folder, folder.exists())
+        self.artifacts[name] = found
+        return found
+
+
 def run_pipeline(
     model: Path,
     recipe: Recipe,
@@ -56,28 +77,15 @@ def run_pipeline(
 
     if statistics is not None:
         check_statistics(statistics)
-
-    artifacts: dict[str, Artifact] = {}
-
-    def stage(name: str, key: str, make: Callable[[Path, bool], Artifact]) -> Artifact:
-        folder = out / name
-        found = reusable(folder, key, report)
-        if found is not None:
-            report(f"{name}: reused, nothing it depends on has changed")
-        else:
-            report(f"{name}: working")
-            found = make(folder, folder.exists())
-        artifacts[name] = found
-        return found
-
-    current = stage(
+    stages = _Stages(out, report)
+    current = stages.take(
         "export",
         export_key(model, recipe),
         lambda folder, force: export_checkpoint(model, recipe, folder, force=force, report=report),
     )
     if recipe.quantizes:
         exported = current
-        current = stage(
+        current = stages.take(
             "quantized",
             quantize_key(exported, recipe),
             lambda folder, force: quantize_artifact(
@@ -85,7 +93,7 @@ def run_pipeline(
             ),
         )
     source = current
-    engine = stage(
+    engine = stages.take(
         "engine",
         engine_key(source, recipe, plugin_libraries),
         lambda folder, force: build_engine(
@@ -95,7 +103,7 @@ def run_pipeline(
     proved = engine if runs_here(engine) else source
     parity = _parity(proved, source, model, recipe, out, report)
     timed = _bench(proved, model, recipe, out, report) if bench else None
-    return RunResult(artifacts, parity, timed)
+    return RunResult(stages.artifacts, parity, timed)
 
 
 def runs_here(engine: Artifact) -> bool:
