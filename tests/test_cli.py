@@ -132,6 +132,19 @@ def test_run_takes_up_what_is_finished_and_redoes_what_is_damaged_or_changed(tin
     assert "engine: made again" in err
 
 
+def test_run_and_quantize_share_statistics(tiny_text, recipe, tmp_path):
+    out = tmp_path / "run"
+    kept = out / "statistics"
+    call("run", tiny_text, "-r", recipe, "-o", out, "--no-bench", "--statistics", kept)
+    files = {path: path.stat().st_mtime_ns for path in kept.rglob("*") if path.is_file()}
+    assert [path.suffix for path in sorted(files)] == [".safetensors", ".sha256"] * 2
+    call("quantize", out / "export", "-r", recipe, "-o", tmp_path / "q", "--statistics", kept)
+    assert (tmp_path / "q" / MANIFEST).read_bytes() == (out / "quantized" / MANIFEST).read_bytes()
+    assert {path: path.stat().st_mtime_ns for path in kept.rglob("*") if path.is_file()} == files
+    _, err = call("run", tiny_text, "-r", recipe, "-o", out, "--no-bench", "--statistics", kept)
+    assert err.count("reused") == 4
+
+
 def test_run_killed_at_any_moment_ends_with_the_same_hashes(tiny_text, recipe, tmp_path):
     call("run", tiny_text, "-r", recipe, "-o", tmp_path / "whole", "--no-bench")
     out = tmp_path / "killed"

@@ -1,3 +1,4 @@
+import datetime as dt
 import json
 import time
 
@@ -177,6 +178,69 @@ def test_empty_missing_and_binary_files_are_refused(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DtoolError, match="cannot be read"):
         read_texts(tmp_path / "b.jsonl")
+
+
+def chats(make_tokenizer, tmp_path, *lines, **config):
+    tokenizer = load_tokenizer(make_tokenizer(**{"add_bos_token": True, "chat_template": TEMPLATE} | config))
+    path = write(tmp_path, "".join(json.dumps(line) + "\n" for line in lines))
+    return tokenizer, path
+
+
+def test_conversations_are_laid_out_as_generate_does(make_tokenizer, tmp_path):
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    lines = {"text": "a b", "kind": "code"}, {"messages": said[:1]}, {"messages": said, "source": "s"}
+    tokenizer, path = chats(make_tokenizer, tmp_path, *lines)
+    asked, single, whole = read_texts(path, tokenizer)
+    assert asked == Passage(tokenizer.render_chat([{"role": "user", "content": "a b"}]), "code", "")
+    assert single.text == "<s>[user]hi[assistant]"
+    assert whole == Passage("<s>[user]hi[assistant]ho", "text", "s")  # answered: no turn begins
+
+
+def test_conversations_are_packed_without_padding_and_with_one_start_token_a_block(make_tokenizer, tmp_path):
+    tokenizer, path = chats(make_tokenizer, tmp_path, *[{"text": "abc"}] * 9, pad_token="<unk>")
+    blocks = token_blocks(read_texts(path, tokenizer), tokenizer, blocks=4, seq_len=20, seed=0)
+    assert (blocks[:, 0] == 1).all()
+    assert (blocks[:, 1:] != 1).all()
+    one = [*tokenizer.encode_plain("[user]abc[assistant]"), 2]
+    assert blocks[:, 1:].flatten().tolist() == (one * 9)[: 4 * 19]
+    assert blocks.shape == (4, 20)
+    with pytest.raises(DtoolError, match="too short"):
+        token_blocks(read_texts(path, tokenizer), tokenizer, blocks=40, seq_len=20, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ({"messages": []}, "an empty one"),
+        ({"messages": "hi"}, "no list"),
+        ({"messages": [{"role": "user"}]}, "without a role or a content"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "no robots"),
+        ({"body": "x"}, 'no "text"'),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named(make_tokenizer, tmp_path, line, found):
+    tokenizer, path = chats(make_tokenizer, tmp_path, {"text": "a"}, line)
+    with pytest.raises(DtoolError, match="line 2 is not a conversation") as refusal:
+        read_texts(path, tokenizer)
+    assert found in refusal.value.found
+    assert "messages" in refusal.value.expected
+
+
+def test_messages_without_chat_and_chat_without_a_template_are_refused(make_tokenizer, tmp_path):
+    tokenizer, path = chats(make_tokenizer, tmp_path, {"messages": []}, chat_template=None)
+    with pytest.raises(DtoolError, match=r"calibration\.chat = true"):
+        read_texts(path)
+    with pytest.raises(DtoolError, match="has no chat template") as refusal:
+        read_texts(path, tokenizer)
+    assert "calibration.chat=false" in refusal.value.fix
+
+
+def test_a_template_that_tells_the_day_gives_the_same_text_on_every_day(make_tokenizer, tmp_path):
+    template = "{{ strftime_now('%Y-%m-%d') }} {{ messages[0].content }}"
+    tokenizer, path = chats(make_tokenizer, tmp_path, {"text": "a"}, chat_template=template)
+    assert read_texts(path, tokenizer)[0].text == "2025-01-01 a"
+    today = tokenizer.render_chat([{"role": "user", "content": "a"}])
+    assert today == f"{dt.datetime.now().astimezone():%Y-%m-%d} a"
 
 
 def passages(kind, letter, sizes):

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from toolchain.errors import DtoolError
-from toolchain.options import FOLDER, FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, say, show
+from toolchain.options import FOLDER, FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, STATISTICS, say, show
 
 
 @contextlib.contextmanager
@@ -89,17 +89,21 @@ def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, 
 @SET
 @OUT
 @FORCE
+@STATISTICS
 @JSON
 @HTML
 def quantize(
-    source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, force: bool, as_json: bool, html: Path | None
+    source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, as_json: bool, html: Path | None, **how: Any
 ) -> None:
     """Exported artifact -> the same graphs with integer weights, activations and cache, and what that lost."""
+    from toolchain.engine.preflight import check_formats
     from toolchain.quantize.report import quantization_document, quantization_page
     from toolchain.quantize.stage import quantize_artifact
     from toolchain.recipe import load_recipe
 
-    artifact = quantize_artifact(source, load_recipe(recipe_name, overrides), out, force=force, report=say)
+    recipe = load_recipe(recipe_name, overrides)
+    check_formats(recipe)
+    artifact = quantize_artifact(source, recipe, out, **how, report=say)
     document = quantization_document(artifact)
     show(document, lambda: quantization_page(document), as_json=as_json, html=html)
     say(f"written to {out}")
@@ -306,6 +310,7 @@ def generate(
 @SET
 @click.option("-o", "--out", required=True, type=FOLDER, help="The folder of the run; an unfinished run is taken up.")
 @click.option("--no-bench", is_flag=True, help="Stop after the proof.")
+@STATISTICS
 @PLUGINS
 @JSON
 def run(
@@ -314,14 +319,14 @@ def run(
     overrides: tuple[str, ...],
     out: Path,
     no_bench: bool,
-    plugin_libraries: tuple[Path, ...],
     as_json: bool,
+    **options: Any,
 ) -> None:
     """All stages of a recipe, resumable: export, quantize, build-engine, parity, bench."""
     from toolchain.pipeline import run_pipeline, summary_page
     from toolchain.recipe import load_recipe
 
-    recipe, options = load_recipe(recipe_name, overrides), {"plugin_libraries": plugin_libraries}
+    recipe = load_recipe(recipe_name, overrides)
     with _opened(model) as folder:
         result = run_pipeline(folder, recipe, out, bench=not no_bench, report=say, **options)
     show(result.document(), lambda: summary_page(result, recipe), as_json=as_json, html=None)

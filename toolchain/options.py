@@ -15,6 +15,9 @@ SET = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", hel
 OUT = click.option("-o", "--out", required=True, type=FOLDER, help="The folder to write; it must not exist.")
 FORCE = click.option("--force", is_flag=True, help="Replace an artifact at the output path.")
 MODEL = click.option("-m", "--model", help="The checkpoint (folder, .gguf or hub name), for the eager reference.")
+STATISTICS = click.option(
+    "--statistics", type=FOLDER, metavar="DIR", help="Keep what calibration sees here, for other recipes to reuse."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
 PLUGINS = click.option(
     "--plugin-library",

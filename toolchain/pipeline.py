@@ -6,7 +6,7 @@ again. So a run that was killed redoes only what was unfinished, and ends with t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from toolchain.recipe import Recipe, find_data
 from toolchain.report import Page, Table, render_html
 
 Report = Callable[[str], None]
-OURS = ("export", "quantized", "engine", "parity", "bench")
-"""First parts of the names a run writes."""
+OURS = ("export", "quantized", "engine", "parity", "bench", "statistics")
+"""First parts of the names a run writes, and of a folder that a user may give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,27 @@ class RunResult:
         return {"artifacts": made, "parity": self.parity, "bench": self.bench}
 
 
+@dataclass(slots=True)
+class _Stages:
+    """The stages of a run in their order: what is finished is reused, the rest is made."""
+
+    out: Path
+    report: Report
+    artifacts: dict[str, Artifact] = field(default_factory=dict)
+
+    def take(self, name: str, key: str, make: Callable[[Path, bool], Artifact]) -> Artifact:
+        """The artifact of a stage; `make` gets its folder, and whether something is there to be replaced."""
+        folder = self.out / name
+        found = reusable(folder, key, self.report)
+        if found is not None:
+            self.report(f"{name}: reused, nothing it depends on has changed")
+        else:
+            self.report(f"{name}: working")
+            found = make(folder, folder.exists())
+        self.artifacts[name] = found
+        return found
+
+
 def run_pipeline(
     model: Path,
     recipe: Recipe,
@@ -43,40 +64,36 @@ def run_pipeline(
     bench: bool,
     report: Report,
     plugin_libraries: Sequence[Path] = (),
+    statistics: Path | None = None,
 ) -> RunResult:
-    """Export, quantize, build, prove and time `model` into `out`. Raises GateFailed when a gate fails."""
+    """Export, quantize, build, prove and time `model` into `out`. Raises GateFailed when a gate fails.
+
+    `statistics`: a folder that keeps what calibration saw, for other recipes.
+    """
     check_inputs(model, recipe, out)
     from toolchain.engine.stage import build_engine, engine_key
     from toolchain.export.stage import export_checkpoint, export_key
-    from toolchain.quantize.stage import quantize_artifact, quantize_key
+    from toolchain.quantize.stage import check_statistics, quantize_artifact, quantize_key
 
-    artifacts: dict[str, Artifact] = {}
-
-    def stage(name: str, key: str, make: Callable[[Path, bool], Artifact]) -> Artifact:
-        folder = out / name
-        found = reusable(folder, key, report)
-        if found is not None:
-            report(f"{name}: reused, nothing it depends on has changed")
-        else:
-            report(f"{name}: working")
-            found = make(folder, folder.exists())
-        artifacts[name] = found
-        return found
-
-    current = stage(
+    if statistics is not None:
+        check_statistics(statistics)
+    stages = _Stages(out, report)
+    current = stages.take(
         "export",
         export_key(model, recipe),
         lambda folder, force: export_checkpoint(model, recipe, folder, force=force, report=report),
     )
     if recipe.quantizes:
         exported = current
-        current = stage(
+        current = stages.take(
             "quantized",
             quantize_key(exported, recipe),
-            lambda folder, force: quantize_artifact(exported.path, recipe, folder, force=force, report=report),
+            lambda folder, force: quantize_artifact(
+                exported.path, recipe, folder, force=force, statistics=statistics, report=report
+            ),
         )
     source = current
-    engine = stage(
+    engine = stages.take(
         "engine",
         engine_key(source, recipe, plugin_libraries),
         lambda folder, force: build_engine(
@@ -86,7 +103,7 @@ def run_pipeline(
     proved = engine if runs_here(engine) else source
     parity = _parity(proved, source, model, recipe, out, report)
     timed = _bench(proved, model, recipe, out, report) if bench else None
-    return RunResult(artifacts, parity, timed)
+    return RunResult(stages.artifacts, parity, timed)
 
 
 def runs_here(engine: Artifact) -> bool:
@@ -99,9 +116,10 @@ def runs_here(engine: Artifact) -> bool:
 
 def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     """Everything that can be refused before hours of work is refused here."""
-    from toolchain.engine.preflight import check_sizes
+    from toolchain.engine.preflight import check_recipe, check_sizes
     from toolchain.model.checkpoint import open_checkpoint
-    from toolchain.quantize.plan import plan_quantization
+    from toolchain.quantize.calibration import calibration_blocks
+    from toolchain.quantize.job import plan_recipe
     from toolchain.quantize.stored import check_scheme
 
     if out.exists() and not out.is_dir():
@@ -116,12 +134,13 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
             found=name_list(foreign),
             fix="choose another folder",
         )
+    check_recipe(recipe)
     checkpoint = open_checkpoint(model, recipe.context_len)
-    plan_quantization(checkpoint.config, recipe)
+    plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
     find_data(recipe.parity.data)
     check_scheme(None if checkpoint.foreign is None else checkpoint.foreign.scheme, recipe)
     if recipe.needs_calibration and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
-        find_data(recipe.calibration.data)
+        calibration_blocks(model, recipe, checkpoint.config)
     check_sizes(recipe.engine, checkpoint.config)
 
 

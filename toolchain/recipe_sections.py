@@ -131,7 +131,7 @@ class Smoothing(Section, frozen=True):
     """
 
     algorithm: Literal["none", "smoothquant", "awq"] = "none"
-    alpha: float = pydantic.Field(default=0.5, ge=0, le=1)
+    alpha: float = pydantic.Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
     keys: bool = False
 
     @property
@@ -175,14 +175,16 @@ class KVCache(Section, frozen=True):
 class Calibration(Section, frozen=True):
     """Which text the statistics come from: `samples` blocks of `seq_len` tokens.
 
+    `chat`: the lines are conversations, laid out by the tokenizer's chat template; a "text" is what a user says.
     `inputs`: what products see of it, in the float model, or in the model as quantized up to there.
     """
 
     data: str = "calib_data/calibration.jsonl"
+    chat: bool = False
     samples: int = pydantic.Field(default=32, ge=1)
     seq_len: int = pydantic.Field(default=512, ge=2)
     batch: int = pydantic.Field(default=4, ge=1)
-    seed: int = 0
+    seed: int = pydantic.Field(default=0, ge=0)
     inputs: Literal["float", "quantized"] = "float"
 
 

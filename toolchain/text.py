@@ -5,6 +5,8 @@ the text (a chat template often writes it already) does not begin with it. The t
 post-processor is read to learn what it adds and then never used.
 """
 
+import datetime as dt
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,11 @@ Array = np.ndarray[Any, Any]
 TOKENIZER, CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 GENERATION, TEMPLATE = "generation_config.json", "chat_template.jinja"
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+PASSAGE = ("passage", '{"text": "...", "kind": "...", "source": "..."}')
+CONVERSATION = ("conversation", '{"messages": [{"role": "user", "content": "..."}, ...]}, or {"text": "..."}')
+A_DAY = dt.datetime(2025, 1, 1, tzinfo=dt.UTC)
+"""What conversations of a file take for today: equal inputs give equal ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +81,17 @@ class Tokenizer:
         """Ids of a conversation laid out by the chat template."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        now: dt.datetime | None = None,
+    ) -> str:
         """The conversation as the text the model was trained on.
 
-        `messages` are {"role", "content"}. Raises DtoolError without a template or when it refuses.
+        `messages` are {"role", "content"}; `now` is the time that a template may tell the model, by default this
+        moment. Raises DtoolError without a template or when it refuses.
         """
         if self.chat_template is None:
             raise DtoolError(
@@ -89,7 +103,7 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            template = _template_environment().from_string(self.chat_template)
+            template = _compiled(self.chat_template, now)
             return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
         except (TemplateError, TypeError) as error:
             raise DtoolError(
@@ -213,10 +227,9 @@ def _chat_template(home: Path, config: Mapping[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _template_environment() -> Any:
+@functools.lru_cache(maxsize=4)
+def _compiled(template: str, now: dt.datetime | None) -> Any:
     """Jinja as the templates are written for: trimmed blocks, break and continue, no access to Python."""
-    import datetime as dt
-
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -224,7 +237,7 @@ def _template_environment() -> Any:
         raise TemplateError(message)
 
     def strftime_now(form: str) -> str:
-        return dt.datetime.now().astimezone().strftime(form)
+        return (now or dt.datetime.now().astimezone()).strftime(form)
 
     def tojson(value: Any, indent: int | None = None) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)
@@ -235,30 +248,47 @@ def _template_environment() -> Any:
     helpers: dict[str, Callable[..., Any]] = {"raise_exception": raise_exception, "strftime_now": strftime_now}
     environment.globals.update(helpers)
     environment.filters["tojson"] = tojson
-    return environment
+    return environment.from_string(template)
 
 
-def read_texts(path: Path) -> list[Passage]:
+def read_texts(path: Path, chat: Tokenizer | None = None) -> list[Passage]:
     """The passages of a .jsonl file, one {"text", "kind", "source"} a line; kind and source may be absent.
 
-    Raises DtoolError with the line number when a line is anything else.
+    With `chat` each is a conversation laid out by that tokenizer's template: {"messages": [{"role", "content"}, ...]}
+    in place of "text", or a text as what a user says; where no assistant spoke last, its turn begins. Raises
+    DtoolError with the line number when a line is anything else, and for a tokenizer without a template.
     """
+    if chat is not None and chat.chat_template is None:
+        raise DtoolError(
+            f"{chat.path} has no chat template",
+            expected=f"{TEMPLATE}, or chat_template in {CONFIG}",
+            found="neither",
+            fix="--set calibration.chat=false, or copy the template from the model's page",
+        )
     try:
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DtoolError(f"{path} cannot be read", expected="a UTF-8 .jsonl file", found=str(error)) from error
+        raise DtoolError(
+            f"{path} cannot be read",
+            expected="a UTF-8 .jsonl file",
+            found=str(error),
+            fix='write one {"text": ...} a line in UTF-8, or name another text',
+        ) from error
     if lines[-1] == "":
         lines.pop()
     if not lines:
-        raise DtoolError(f"{path} is empty", expected='one {"text": ...} a line', fix="name another text")
-    return [_passage(path, number, line) for number, line in enumerate(lines, 1)]
+        raise DtoolError(
+            f"{path} is empty", expected='one {"text": ...} a line', found="no line", fix="name another text"
+        )
+    return [_passage(path, number, line, chat) for number, line in enumerate(lines, 1)]
 
 
-def _passage(path: Path, number: int, line: str) -> Passage:
+def _passage(path: Path, number: int, line: str, chat: Tokenizer | None) -> Passage:
     def refuse(found: str) -> DtoolError:
+        kind, expected = CONVERSATION if chat else PASSAGE
         return DtoolError(
-            f"{path}, line {number} is not a passage",
-            expected='{"text": "...", "kind": "...", "source": "..."}',
+            f"{path}, line {number} is not a {kind}",
+            expected=expected,
             found=found,
             fix="mend or remove the line",
         )
@@ -270,11 +300,30 @@ def _passage(path: Path, number: int, line: str) -> Passage:
     if not isinstance(item, dict):
         raise refuse(f"a {type(item).__name__}")
     text, kind, source = item.get("text"), item.get("kind", "text"), item.get("source", "")
-    if not isinstance(text, str) or not text.strip():
-        raise refuse('no "text", or an empty one')
+    if chat is not None and "messages" in item:
+        text = _conversation(chat, item["messages"], refuse)
+    elif not isinstance(text, str) or not text.strip():
+        missing = 'no "text", or an empty one'
+        raise refuse(f"{missing}; messages are read with calibration.chat = true" if "messages" in item else missing)
+    elif chat is not None:
+        text = _conversation(chat, [{"role": "user", "content": text}], refuse)
     if not isinstance(kind, str) or not isinstance(source, str):
         raise refuse("kind or source is no string")
     return Passage(text, kind, source)
+
+
+def _conversation(tokenizer: Tokenizer, messages: Any, refuse: Callable[[str], DtoolError]) -> str:
+    """A conversation as text, the same whenever it is laid out."""
+    if not isinstance(messages, list) or not messages:
+        raise refuse("messages is no list, or an empty one")
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise refuse(f"a message without a role or a content: {message!r:.80}")
+    asks = messages[-1]["role"] != "assistant"
+    try:
+        return tokenizer.render_chat(messages, add_generation_prompt=asks, now=A_DAY)
+    except DtoolError as error:
+        raise refuse(error.found) from error
 
 
 def token_blocks(texts: Sequence[Passage], tokenizer: Tokenizer, *, blocks: int, seq_len: int, seed: int) -> Array:
@@ -282,7 +331,7 @@ def token_blocks(texts: Sequence[Passage], tokenizer: Tokenizer, *, blocks: int,
 
     `seed` shuffles the documents within their kind. Blocks are taken in turn from every kind, so
     each is covered; kinds shorter than one block share a stream. Every block begins with the start
-    token if the tokenizer uses one. Raises DtoolError when the text is too short.
+    token if the tokenizer uses one, and no document of it with another. Raises DtoolError when the text is too short.
     """
     start = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     size = seq_len - len(start)
@@ -319,9 +368,15 @@ def _streams(texts: Sequence[Passage], tokenizer: Tokenizer, *, most: int, seed:
         for index in np.random.default_rng(seed).permutation(len(documents)):
             if len(ids) >= most:
                 break
-            _append(ids, tokenizer.encode_plain(documents[index]), tokenizer.eos_id)
+            _append(ids, _without_start(tokenizer, documents[index]), tokenizer.eos_id)
         streams.append(ids)
     return streams
+
+
+def _without_start(tokenizer: Tokenizer, document: str) -> list[int]:
+    """Ids of a document, without the start token that a chat template wrote and the block has already."""
+    ids = tokenizer.encode_plain(document)
+    return ids[1:] if tokenizer.adds_bos and ids[:1] == [tokenizer.bos_id] else ids
 
 
 def _append(ids: list[int], more: list[int], separator: int | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from toolchain.artifact import Artifact
 from toolchain.engine.profiles import ENGINE_PHASES
 from toolchain.engine.rules import RULES, Facts
-from toolchain.engine.targets import Target, targets_named
+from toolchain.engine.targets import Target, require_format, targets_named
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES
 from toolchain.model.config import DecoderConfig
@@ -29,6 +29,47 @@ def preflight(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path]
     for rule in RULES[engine.backend]:
         rule(facts)
     return targets
+
+
+def check_formats(recipe: Recipe) -> None:
+    """Refuse formats of weights, cache or computing that a target the recipe names does not have."""
+    engine = recipe.engine
+    if engine.backend == "onnxruntime" or not engine.targets:
+        return
+    targets = targets_named(engine.targets, engine.backend)
+    for key, fmt in _asked_formats(recipe):
+        require_format(targets, fmt, f"{key} {fmt}", f"leave that target out, or choose another {key}")
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """What `preflight` will refuse, as far as the recipe tells before there is a graph."""
+    engine = recipe.engine
+    _targets(engine)
+    require_backend(engine.backend)
+    check_formats(recipe)
+    for key, fmt in _asked_formats(recipe):
+        if engine.backend == "onnxruntime":
+            possible, fix = ("float32",) if key == "compute_dtype" else ("none", "int8"), "a TensorRT backend"
+        elif key == "compute_dtype":
+            possible, fix = ("float16", "bfloat16"), "engine.backend onnxruntime"
+        elif key == "kv_cache.format" and engine.attention == "native":
+            possible, fix = ("none",), "engine.attention plugin"
+        else:
+            continue
+        if fmt not in possible:
+            raise DtoolError(
+                f"engine.backend {engine.backend} with {engine.attention} attention cannot take {key} {fmt}",
+                expected=f"{key} {' or '.join(possible)}",
+                found=fmt,
+                fix=f"--set {key}={possible[-1]}, or use {fix}",
+            )
+
+
+def _asked_formats(recipe: Recipe) -> list[tuple[str, str]]:
+    """The number formats a recipe asks for, each with its key."""
+    weights = dict.fromkeys(weights.format for weights, _ in recipe.variants)
+    asked = [("compute_dtype", recipe.compute_dtype), *(("weights.format", fmt) for fmt in weights)]
+    return [*asked, ("kv_cache.format", recipe.kv_cache.format)]
 
 
 def require_backend(backend: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from toolchain.artifact import Artifact
 from toolchain.engine.library import describe_library
 from toolchain.engine.profiles import ATTENTION, node_values
-from toolchain.engine.targets import Target
+from toolchain.engine.targets import Target, require_format
 from toolchain.errors import DtoolError, did_you_mean, name_list
 from toolchain.graph_io import GRAPH_FILES
 from toolchain.recipe_sections import Engine
@@ -67,7 +67,7 @@ def _check_compute_dtype(facts: Facts) -> None:
             fix="export again with --set compute_dtype=float16",
         )
     fix = "export again with --set compute_dtype=float16, or leave that target out"
-    _require_format(facts, dtype, f"compute_dtype {dtype} in {facts.source.path}", fix)
+    require_format(facts.targets, dtype, f"compute_dtype {dtype} in {facts.source.path}", fix)
 
 
 def _check_cache(facts: Facts) -> None:
@@ -83,7 +83,7 @@ def _check_cache(facts: Facts) -> None:
             fix="--set engine.attention=plugin, or quantize with kv_cache.format none",
         )
     fix = "leave that target out, or quantize with kv_cache.format int8"
-    _require_format(facts, dtype, f"a cache of {dtype} in {facts.source.path}", fix)
+    require_format(facts.targets, dtype, f"a cache of {dtype} in {facts.source.path}", fix)
 
 
 def _check_attention(facts: Facts) -> None:
@@ -206,19 +206,7 @@ def _check_formats(facts: Facts) -> None:
             tensors = [name for name, dtype in stored if dtype.startswith(prefix)]
             if tensors:
                 where = f"{GRAPH_FILES[phase]} stores {name_list(tensors, 2)} in {fmt}"  # type: ignore[index]
-                _require_format(facts, fmt, where, "leave that target out, or quantize to int8")
-
-
-def _require_format(facts: Facts, fmt: str, found: str, fix: str) -> None:
-    """Refuse a number format that one of the targets does not have."""
-    lacking = [t for t in facts.targets if not t.has_format(fmt)]
-    if lacking:
-        raise DtoolError(
-            f"{lacking[0].name} ({lacking[0].gpus}) has no {fmt}",
-            expected="formats that every target has",
-            found=f"{found}; targets {', '.join(t.name for t in facts.targets)}",
-            fix=fix,
-        )
+                require_format(facts.targets, fmt, where, "leave that target out, or quantize to int8")
 
 
 def _check_ops(facts: Facts) -> None:

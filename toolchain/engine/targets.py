@@ -78,3 +78,16 @@ def targets_named(names: Iterable[str], backend: str) -> tuple[Target, ...]:
                 fix="choose another target, or engine.backend onnxruntime, which needs none",
             )
     return tuple(TARGETS[name] for name in names)
+
+
+def require_format(targets: Iterable[Target], fmt: str, found: str, fix: str) -> None:
+    """Refuse a number format that one of the targets does not have."""
+    targets = tuple(targets)
+    lacking = [t for t in targets if not t.has_format(fmt)]
+    if lacking:
+        raise DtoolError(
+            f"{lacking[0].name} ({lacking[0].gpus}) has no {fmt}",
+            expected="formats that every target has",
+            found=f"{found}; targets {', '.join(t.name for t in targets)}",
+            fix=fix,
+        )

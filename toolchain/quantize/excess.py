@@ -10,6 +10,7 @@ One batch tells which channels they are: they are the model's, not the text's. L
 Legend: I inputs of the product, O outputs, k channels.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -49,31 +50,43 @@ def find_excess(amax_I: torch.Tensor, most: int) -> Excess | None:
     return Excess(top.indices[:-1][top.values[:-1] > limit].sort().values, limit)
 
 
-@torch.no_grad()
+def asked_excess(job: Job) -> dict[int, int]:
+    """By layer, how many channels at the input of its last product may have an excess."""
+    inputs = {i: job.plan.rounded.get(f"model.layers.{i}.{PRODUCT}") for i in range(job.config.num_hidden_layers)}
+    return {i: a.excess_channels for i, a in inputs.items() if a is not None and a.is_static and a.excess_channels}
+
+
 def survey_excess(job: Job) -> dict[int, Excess]:
     """By layer, the excess at the input of its last product, from the first batch of the calibration text."""
-    asked, config = {}, job.config
-    for i in range(config.num_hidden_layers):
-        activations = job.plan.rounded.get(f"model.layers.{i}.{PRODUCT}")
-        if activations is not None and activations.is_static and activations.excess_channels:
-            asked[i] = activations.excess_channels
-    found: dict[int, Excess] = {}
+    asked, found = asked_excess(job), {}
     if not asked:
         return found
+    expected = {str(i): torch.empty(0) for i in asked}
+    sizes = None if job.statistics is None else job.statistics.recall("survey", expected)
+    if sizes is None:
+        sizes = _survey(job, asked)
+        if job.statistics is not None:
+            job.statistics.keep("survey", sizes)
+    for i, most in asked.items():
+        excess, reach = find_excess(sizes[str(i)], most), float(sizes[str(i)].max())
+        if excess is not None:
+            found[i] = excess
+            said = f"{len(excess.channels)} channels reach {reach:.4g}, all others at most {excess.limit:.4g}"
+            job.report(f"layer {i}: {said}")
+    return found
+
+
+@torch.no_grad()
+def _survey(job: Job, asked: Collection[int]) -> dict[str, torch.Tensor]:
+    """How far every channel [I] of the inputs of the layers `asked` reaches in the first batch."""
+    config, sizes = job.config, {}
     stream_BTE = embedded_text(job.entries, config, job.blocks, job.recipe.calibration.batch, batches=1)[0]
     tables = position_tables(config)
     for i in range(max(asked) + 1):
-        block, sizes = load_layer(job.entries, config, i), []
+        block = load_layer(job.entries, config, i)
         if i in asked:
-            watch = lambda _, inputs, sizes=sizes: sizes.append(inputs[0].abs().flatten(0, -2).amax(0))  # noqa: E731
+            watch = lambda _, x, i=i: sizes.update({str(i): x[0].abs().flatten(0, -2).amax(0)})  # noqa: E731
             block.get_submodule(PRODUCT).register_forward_pre_hook(watch)
         cos, sin = rope_table_names(config.layer(i).rope)
         stream_BTE, _ = run_layer(block, (tables[cos], tables[sin]), stream_BTE)
-        excess = find_excess(sizes[0], asked[i]) if sizes else None
-        if excess is not None:
-            found[i] = excess
-            most = float(sizes[0].max())
-            job.report(
-                f"layer {i}: {len(excess.channels)} channels reach {most:.4g}, all others at most {excess.limit:.4g}"
-            )
-    return found
+    return sizes

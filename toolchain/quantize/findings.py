@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolchain.numerics import smallest_scale
+from toolchain.formats import format_named
+from toolchain.numerics import CODE_RANGE, smallest_scale
 from toolchain.recipe_sections import Activations, Weights
 
 if TYPE_CHECKING:
     from toolchain.quantize.rounding import RoundedMatrix
-    from toolchain.quantize.walk import Seen
+    from toolchain.quantize.seen import Seen
 
 WORRYING_RATIO = 100.0
 """A static scale of 127 steps leaves the median channel of such an input about one step."""
@@ -53,7 +54,7 @@ def describe_matrix(
 
 def warnings(rows: Iterable[Mapping[str, Any]], rounded: Mapping[str, Activations], held_in: str) -> list[str]:
     """What a person should know, each with the matrix and the way out."""
-    found = []
+    found, least = [], smallest_scale(format_named(held_in).torch_dtype)
     for row in rows:
         name, activations = row["matrix"], rounded.get(row["matrix"])
         if row["scales_of_zeros"]:
@@ -66,6 +67,12 @@ def warnings(rows: Iterable[Mapping[str, Any]], rounded: Mapping[str, Activation
             )
         if row["input_dead"]:
             found.append(f"{name}: its input was zero on all of the calibration text; its scale is a default")
+        reach = row["input_amax"] or 0.0
+        if activations is not None and activations.is_static and 0 < reach / CODE_RANGE[activations.format][1] < least:
+            found.append(
+                f"{name}: its input reaches {reach:.2g} at most, whose scale is below what {held_in} holds, and much "
+                "of it becomes zero; export with compute_dtype float32 or bfloat16, or name it in activations.skip"
+            )
         ratio = row["input_outlier_ratio"] or 0.0
         if activations is not None and activations.is_static and ratio > WORRYING_RATIO:
             found.append(

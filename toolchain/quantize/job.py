@@ -16,6 +16,7 @@ from toolchain.tensor_file import TensorEntry, read_header
 if TYPE_CHECKING:
     from toolchain.quantize.excess import Excess
     from toolchain.quantize.progress import Progress
+    from toolchain.quantize.statistics import Statistics
 
 WEIGHTS = "weights.safetensors"
 
@@ -26,7 +27,7 @@ class Job:
 
     `caches`: of every layer. `stored`: scales that come from the checkpoint. `blocks`: calibration text as ids
     int64 [samples, seq_len], None where nothing is measured. `excess`: by layer. `progress`: what of the work is
-    finished already.
+    finished already. `statistics`: what earlier walks saw.
     """
 
     entries: Mapping[str, TensorEntry]
@@ -39,6 +40,7 @@ class Job:
     report: Callable[[str], None] = lambda _: None
     excess: Mapping[int, "Excess"] = field(default_factory=dict)
     progress: "Progress | None" = None
+    statistics: "Statistics | None" = None
 
     @property
     def held_in(self) -> str:
@@ -57,11 +59,28 @@ class Job:
 
 
 def plan_job(exported: Artifact, recipe: Recipe) -> Job:
-    """The job of a recipe for an export, without text.
-
-    Raises DtoolError for patterns that match nothing, and for stored scales that are not there or not the recipe's.
-    """
+    """The job of a recipe for an export, without text; the exceptions of `plan_recipe`, and of `open_stored`."""
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
-    plan = plan_quantization(config, recipe)
-    caches = plan_caches(config, recipe, str(exported.manifest.details["compute_dtype"]))
-    return Job(read_header(exported.file(WEIGHTS)), config, recipe, plan, caches, open_stored(exported, recipe, plan))
+    plan, caches = plan_recipe(config, recipe, str(exported.manifest.details["compute_dtype"]))
+    entries = read_header(exported.file(WEIGHTS))
+    return Job(entries, config, recipe, plan, caches, open_stored(exported, recipe, plan))
+
+
+def plan_recipe(
+    config: DecoderConfig, recipe: Recipe, compute_dtype: str
+) -> tuple[QuantizePlan, tuple[CacheFormat, ...]]:
+    """What a recipe does to each matrix and each cache of a model.
+
+    Raises DtoolError for patterns that match nothing, groups that cut no matrix, and bases or keys' factors that are
+    no identity for the model: all that shapes alone tell.
+    """
+    plan, caches = plan_quantization(config, recipe), plan_caches(config, recipe, compute_dtype)
+    if recipe.rotation.is_on:
+        from toolchain.quantize.rotation import check_rotation
+
+        check_rotation(config, recipe.rotation)
+    if recipe.smoothing.keys:
+        from toolchain.quantize.keys import check_keys
+
+        check_keys(config)
+    return plan, caches

@@ -34,7 +34,7 @@ class Progress:
         self.first = 0 if kept is None else int(kept["first"])
         """The first layer that is not finished."""
         self.streams: list[torch.Tensor] | None = None if kept is None else kept["streams"]
-        """What enters it, by batch; None before the first layer."""
+        """What enters it, by batch; None before the first layer, and where no text was run."""
 
     def layer(self, index: int) -> Any:
         """A finished layer as it was kept, or None."""
@@ -44,8 +44,8 @@ class Progress:
         """Keep a finished layer: tensors, and rows of the report."""
         self._write(f"layer-{index}.pt", dict(layer))
 
-    def keep_streams(self, first: int, streams: list[torch.Tensor]) -> None:
-        """Keep what enters layer `first`, all before it being kept."""
+    def keep_streams(self, first: int, streams: list[torch.Tensor] | None) -> None:
+        """Keep what enters layer `first`, all before it being kept; None where no text was run."""
         self._write(STREAMS, {"first": first, "streams": streams})
 
     def remove(self) -> None:

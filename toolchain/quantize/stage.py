@@ -6,10 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from toolchain.artifact import Artifact, Draft, check_output, create_artifact, hash_file, open_artifact, stage_key
+from toolchain.artifact import (
+    Artifact,
+    Draft,
+    check_output,
+    create_artifact,
+    enclosing_artifact,
+    hash_file,
+    open_artifact,
+    stage_key,
+    verify_files,
+)
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES
 from toolchain.model.caches import describe_caches
+from toolchain.model.config import DecoderConfig
 from toolchain.quantize.job import WEIGHTS, Job, plan_job
 from toolchain.recipe import Recipe, find_data
 from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor_bytes, write_stream
@@ -20,30 +31,34 @@ QUANTIZATION = "quantization.json"
 
 
 def quantize_artifact(
-    source: Path, recipe: Recipe, out: Path, *, force: bool = False, report: Callable[[str], None] = print
+    source: Path,
+    recipe: Recipe,
+    out: Path,
+    *,
+    force: bool = False,
+    statistics: Path | None = None,
+    report: Callable[[str], None] = print,
 ) -> Artifact:
     """Write the quantized artifact of an export to `out`.
 
-    Raises DtoolError before any work for a recipe that quantizes nothing, a pattern that matches
-    nothing, missing calibration text, or an output that exists.
+    `statistics`: a folder that keeps what calibration saw, for other recipes; the output does not depend on it.
+    Raises DtoolError before weights are read for an output that exists, a recipe that quantizes nothing or does not
+    fit the model, and text that cannot be calibrated on; later for weights that are damaged or not finite.
     """
     check_output(out, force=force, source=source)
-    exported = open_artifact(source, ("export",))
+    if statistics is not None:
+        check_statistics(statistics)
+    exported = open_artifact(source, ("export",), later=WEIGHTS)
     if not recipe.quantizes:
         raise DtoolError("the recipe quantizes nothing", expected="weights.format or kv_cache.format other than none")
     job = replace(plan_job(exported, recipe), report=report)
-    if recipe.rotation.is_on:
-        from toolchain.quantize.rotation import check_rotation
-
-        check_rotation(job.config, recipe.rotation)
-    if recipe.smoothing.keys:
-        from toolchain.quantize.keys import check_keys
-
-        check_keys(job.config)
     for note in job.notes:
         report(f"note: {note}")
     if job.calibrates:
         job = replace(job, blocks=_calibration_blocks(exported, recipe))
+    if statistics is not None:
+        job = _with_statistics(job, exported, statistics)
+    verify_files(exported, check_hashes=True)
     with create_artifact(out, STAGE, force=force) as draft:
         _describe(exported, job, draft)
         if job.calibrates:
@@ -72,11 +87,36 @@ def _lineage(exported: Artifact, job: Job) -> dict[str, str]:
 
 
 def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
-    from toolchain.text import load_tokenizer, read_texts, token_blocks
+    from toolchain.quantize.calibration import calibration_blocks
 
-    c = recipe.calibration
-    tokenizer = load_tokenizer(exported.path)
-    return token_blocks(read_texts(find_data(c.data)), tokenizer, blocks=c.samples, seq_len=c.seq_len, seed=c.seed)
+    return calibration_blocks(exported.path, recipe, DecoderConfig.model_validate(exported.json("decoder.json")))
+
+
+def check_statistics(folder: Path) -> None:
+    """Refuse a place for statistics that is no folder or lies in an artifact, before any work."""
+    inside = enclosing_artifact(folder)
+    if inside is not None or (folder.exists() and not folder.is_dir()):
+        raise DtoolError(
+            f"no statistics can be kept in {folder}",
+            expected="a folder outside artifacts, which hold what their manifest lists",
+            found="a file" if inside is None else f"the artifact {inside}",
+            fix="choose a folder beside it",
+        )
+
+
+def _with_statistics(job: Job, exported: Artifact, folder: Path) -> Job:
+    """The job with the statistics that fit it; as it was, with a note, where there can be none."""
+    from toolchain.quantize.excess import asked_excess
+    from toolchain.quantize.statistics import Statistics, statistics_key
+
+    recipe = job.recipe
+    if job.blocks is None or recipe.calibration.inputs == "quantized":
+        why = "the recipe measures nothing" if job.blocks is None else "calibration.inputs quantized sees its own model"
+        job.report(f"note: statistics are neither taken nor kept: {why}")
+        return job
+    weights, config = exported.manifest.files[WEIGHTS].sha256, exported.json("decoder.json")
+    bases = {"rotation": recipe.rotation.model_dump(), "excess": asked_excess(job), "batch": recipe.calibration.batch}
+    return replace(job, statistics=Statistics(folder, statistics_key(weights, config, job.blocks, bases), job.report))
 
 
 def _open_progress(out: Path, key: str, report: Callable[[str], None]) -> Any:

@@ -33,7 +33,8 @@ from toolchain.quantize.findings import describe_matrix
 from toolchain.quantize.job import Job
 from toolchain.quantize.rotation import block_width, rotation_matrix
 from toolchain.quantize.rounding import round_matrix
-from toolchain.quantize.walk import Seen, WalkedLayer, static_scales, walk
+from toolchain.quantize.seen import Seen
+from toolchain.quantize.walk import WalkedLayer, static_scales, walk
 from toolchain.tensor_file import TensorEntry, read_tensor
 
 LAYERS = "model.layers."

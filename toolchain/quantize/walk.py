@@ -40,68 +40,13 @@ from toolchain.quantize.layer import embedded_text, fill, load_layer, run_layer
 from toolchain.quantize.plan import QuantizePlan
 from toolchain.quantize.progress import time_span
 from toolchain.quantize.rotation import rotate_feed_forward, rotate_stream, rotate_values, rotation_matrix
+from toolchain.quantize.seen import Seen, nothing_seen
 from toolchain.quantize.smoothing import Site, fold, shared_by_heads, sites, smoothing_scale, weight_sizes
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
 
 IDENTITY = 1e-4
 """Relative difference that float32 leaves between a layer before and after rotation and smoothing."""
-
-
-@dataclass(slots=True)
-class Seen:
-    """What one product's input was: of each channel [I] the range and the sum of sizes, its sum [I], and H [I, I].
-
-    `balanced` is its sum with every token at the same length, `weight` the sum of those weights 1 / |x|^2: massive
-    activations of a few tokens say nothing of the mean of all others.
-    """
-
-    low: torch.Tensor
-    high: torch.Tensor
-    total: torch.Tensor
-    signed: torch.Tensor
-    balanced: torch.Tensor
-    weight: float = 0.0
-    tokens: int = 0
-    hessian: torch.Tensor | None = None
-
-    @property
-    def amax(self) -> torch.Tensor:
-        """The largest magnitude of each channel [I]."""
-        return torch.maximum(self.high, -self.low)
-
-    @property
-    def center(self) -> torch.Tensor:
-        """The mean of each channel [I], every token weighing 1 / |x|^2."""
-        return self.balanced / max(self.weight, 1e-30)
-
-    def add(self, x_BTI: torch.Tensor) -> None:
-        """Take in one batch."""
-        x_NI = x_BTI.float().flatten(0, -2)
-        weight_N = 1 / x_NI.square().sum(1).clamp_min(1e-30)
-        self.low, self.high = torch.minimum(self.low, x_NI.amin(0)), torch.maximum(self.high, x_NI.amax(0))  # NaN stays
-        self.total = self.total + x_NI.abs().sum(0)
-        self.signed = self.signed + x_NI.sum(0)
-        self.balanced = self.balanced + weight_N @ x_NI
-        self.weight += float(weight_N.sum())
-        self.tokens += len(x_NI)
-        if self.hessian is not None:
-            self.hessian.addmm_(x_NI.mT, x_NI)
-
-    def divide(self, scale_I: torch.Tensor) -> None:
-        """As if every input had been divided by `scale_I`."""
-        self.low, self.high, self.total = self.low / scale_I, self.high / scale_I, self.total / scale_I
-        self.signed, self.balanced = self.signed / scale_I, self.balanced / scale_I
-        if self.hessian is not None:
-            self.hessian.div_(scale_I[:, None]).div_(scale_I[None, :])
-
-    def shift(self, center_I: torch.Tensor) -> None:
-        """As if every input had been `center_I` less."""
-        self.low, self.high = self.low - center_I, self.high - center_I
-        if self.hessian is not None:
-            about_I = self.signed - self.tokens * center_I / 2
-            self.hessian.addr_(about_I, center_I, alpha=-1).addr_(center_I, about_I, alpha=-1)
-        self.signed = self.signed - self.tokens * center_I
 
 
 @dataclass(slots=True)
@@ -121,52 +66,116 @@ class WalkedLayer:
     identity_error: float = 0.0
 
 
+@dataclass(slots=True)
+class WalkedText:
+    """What enters layer `at` of the float model, by batch; made when it is asked for, from the ids if it must."""
+
+    job: Job
+    exact_EE: torch.Tensor | None  # noqa: N815 - the shape suffix
+    at: int = 0
+    streams: list[torch.Tensor] | None = None
+    tables: dict[str, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tables = position_tables(self.job.config)
+
+    def rope(self, index: int) -> LayerCache:
+        """The rotary tables of layer `index`."""
+        cos, sin = rope_table_names(self.job.config.layer(index).rope)
+        return self.tables[cos], self.tables[sin]
+
+    def entering(self, index: int) -> list[torch.Tensor]:
+        """What enters layer `index`, float32 [B, T, E] by batch."""
+        entries, config, recipe = self.job.entries, self.job.config, self.job.recipe
+        if self.streams is None:
+            embedded = embedded_text(entries, config, self.job.blocks, recipe.calibration.batch)
+            turned_EE = None if self.exact_EE is None else self.exact_EE.float()
+            self.streams, self.at = [x_BTE if turned_EE is None else x_BTE @ turned_EE for x_BTE in embedded], 0
+        for i in range(self.at, index):  # layers whose statistics were there
+            block = load_layer(entries, config, i)
+            with torch.no_grad():
+                _rotate(block, WalkedLayer(i, {}), config, recipe, self.exact_EE, self.job.excess.get(i))
+            self.leave(i, [run_layer(block, self.rope(i), x_BTE)[0] for x_BTE in self.streams])
+        return self.streams
+
+    def leave(self, index: int, outputs: list[torch.Tensor]) -> None:
+        """Take what layer `index` made of it."""
+        self.streams, self.at = outputs, index + 1
+
+
 def walk(job: Job) -> Iterator[WalkedLayer]:
     """Every layer in turn, then the head's input under the index `num_hidden_layers`.
 
     Of the plan's matrices those inputs are watched that decide something; what the job's progress holds is not
-    walked again. Raises DtoolError when a value is not finite, or a layer is no longer itself.
+    walked again, and what its statistics hold is not run. Raises DtoolError when a value is not finite, or a layer
+    is no longer itself.
     """
-    entries, config, recipe, plan, progress = job.entries, job.config, job.recipe, job.plan, job.progress
-    products = watched_products(entries, recipe, plan)
+    config, recipe, progress = job.config, job.recipe, job.progress
+    products = watched_products(job.entries, recipe, job.plan)
     exact_EE = rotation_matrix(config.hidden_size) if recipe.rotation.stream else None
-    stream_EE = None if exact_EE is None else exact_EE.float()
     first, streams = (0, None) if progress is None else (progress.first, progress.streams)
-    streams = streams or [
-        x_BTE if stream_EE is None else x_BTE @ stream_EE
-        for x_BTE in embedded_text(entries, config, job.blocks, recipe.calibration.batch)
-    ]
+    text = WalkedText(job, exact_EE, first, streams)
     begin = time.monotonic()
-    tables = position_tables(config)
     for i in range(first, config.num_hidden_layers):
-        block, layer = load_layer(entries, config, i), WalkedLayer(i, {})
-        cos, sin = rope_table_names(config.layer(i).rope)
-        rope = (tables[cos], tables[sin])
-        sample_BTE = streams[0][:1]
-        before_BTE = _plain_output(block, rope, sample_BTE, stream_EE)
+        block, layer = load_layer(job.entries, config, i), WalkedLayer(i, {})
         with torch.no_grad():
-            _rotate(block, layer, config, recipe, exact_EE, job.excess.get(i))
-            outputs = _run(block, rope, streams, recipe, plan, layer, products)
-            if recipe.smoothing.algorithm != "none":
-                _smooth(block, layer, config, recipe)
-            if recipe.smoothing.keys:
-                smooth_keys(block, i, layer.cache[KV_SCALES[0]], config)
-            layer.identity_error = _identity_error(run_layer(block, rope, sample_BTE)[0], before_BTE)
-            _center(block, layer, job)
+            entered = _see(job, block, layer, text, products)
         layer.tensors = {f"model.layers.{i}.{name}": p.detach() for name, p in block.named_parameters()}
         yield layer
         if recipe.calibration.inputs == "quantized":  # the block's matrices have been rounded in place
-            _round_inputs(block, layer, plan)
-            outputs = [run_layer(block, rope, x_BTE)[0] for x_BTE in streams]
-        streams = outputs
+            _round_inputs(block, layer, job.plan)
+            text.leave(i, [run_layer(block, text.rope(i), x_BTE)[0] for x_BTE in entered])
+        del entered
         if progress is not None:
-            progress.keep_streams(i + 1, streams)
+            progress.keep_streams(i + 1, text.streams if text.at == i + 1 else None)
         left = (time.monotonic() - begin) / (i + 1 - first) * (config.num_hidden_layers - i - 1)
         job.report(f"layer {i + 1} of {config.num_hidden_layers}, {time_span(left)} left")
     if "lm_head" in products:
-        if stream_EE is not None:
-            streams = [x_BTE @ stream_EE.mT for x_BTE in streams]
-        yield _head_input(entries, config, streams)
+        yield _head_input(job, text)
+
+
+def _see(job: Job, block: Block, layer: WalkedLayer, text: WalkedText, products: tuple[str, ...]) -> list[torch.Tensor]:
+    """Steps 1 to 4 of a layer, and its means; what entered it, nothing where statistics were kept and no text ran."""
+    config, recipe, rope = job.config, job.recipe, text.rope(layer.index)
+    excess, entered = job.excess.get(layer.index), []
+    _expect(block, layer, job, products)
+    sample_BTE = _recall(job, layer)
+    if sample_BTE is None:
+        entered = text.entering(layer.index)
+        sample_BTE = entered[0][:1]
+    changes = recipe.rotation.is_on or recipe.smoothing.is_on or excess is not None
+    before_BTE = _plain_output(block, rope, sample_BTE, text.exact_EE) if changes else sample_BTE
+    _rotate(block, layer, config, recipe, text.exact_EE, excess)
+    if entered:
+        text.leave(layer.index, _run(block, rope, entered, layer))
+        if job.statistics is not None:
+            job.statistics.keep(*_kept(layer, sample_BTE))
+    if recipe.smoothing.algorithm != "none":
+        _smooth(block, layer, config, recipe)
+    if recipe.smoothing.keys:
+        smooth_keys(block, layer.index, layer.cache[KV_SCALES[0]], config)
+    if changes:
+        layer.identity_error = _identity_error(run_layer(block, rope, sample_BTE)[0], before_BTE)
+    _center(block, layer, job)
+    return entered
+
+
+def _kept(layer: WalkedLayer, sample_BTE: torch.Tensor) -> tuple[str, dict[str, Any]]:
+    """The name of a layer's statistics, and all of them by name: the first text that enters it, what was seen."""
+    records: dict[str, Any] = {"sample": sample_BTE}
+    for kind, seen in (("seen", layer.seen), ("cache", layer.cache)):
+        records |= {f"{kind}/{name}": record for name, record in seen.items()}
+    return f"layer-{layer.index}", records
+
+
+def _recall(job: Job, layer: WalkedLayer) -> torch.Tensor | None:
+    """Fill what the layer expects from kept statistics; the first text that enters it, or None where some lack."""
+    found = None if job.statistics is None else job.statistics.recall(*_kept(layer, torch.empty(0)))
+    if found is None:
+        return None
+    layer.seen = {name: found[f"seen/{name}"] for name in layer.seen}
+    layer.cache = {name: found[f"cache/{name}"] for name in layer.cache}
+    return found["sample"]
 
 
 def watched_products(entries: Mapping[str, TensorEntry], recipe: Recipe, plan: QuantizePlan) -> tuple[str, ...]:
@@ -177,10 +186,11 @@ def watched_products(entries: Mapping[str, TensorEntry], recipe: Recipe, plan: Q
     return tuple(sorted(name for name in watched if ".experts." not in name))
 
 
-def _plain_output(block: Block, rope: Any, x_BTE: torch.Tensor, stream_EE: torch.Tensor | None) -> torch.Tensor:
+def _plain_output(block: Block, rope: Any, x_BTE: torch.Tensor, exact_EE: torch.Tensor | None) -> torch.Tensor:
     """What the layer as it came makes of a text, in the basis of the stream."""
-    if stream_EE is None:
+    if exact_EE is None:
         return run_layer(block, rope, x_BTE)[0]
+    stream_EE = exact_EE.float()
     return run_layer(block, rope, x_BTE @ stream_EE.mT)[0] @ stream_EE
 
 
@@ -207,25 +217,24 @@ def _rotate(
         layer.shape = block.mlp.shape = InputShape(turned_nn, *parts)  # type: ignore[union-attr]
 
 
-def _run(
-    block: Block,
-    rope: LayerCache,
-    streams: list[torch.Tensor],
-    recipe: Recipe,
-    plan: QuantizePlan,
-    layer: WalkedLayer,
-    products: tuple[str, ...],
-) -> list[torch.Tensor]:
-    """The layer's output for every batch; `layer` learns what its products and its cache saw on the way."""
-    prefix, handles, outputs = f"model.layers.{layer.index}.", [], []
+def _expect(block: Block, layer: WalkedLayer, job: Job, products: tuple[str, ...]) -> None:
+    """What the layer's products and its cache will be asked for, before any text."""
+    prefix = f"model.layers.{layer.index}."
     for name in (name.removeprefix(prefix) for name in products if name.startswith(prefix)):
-        module = block.get_submodule(name)
-        layer.seen[name] = _nothing(module.weight.shape[1], plan.uses_hessian)  # type: ignore[union-attr, index]
-        handles.append(module.register_forward_pre_hook(_watch(layer.seen[name])))
-    if recipe.kv_cache.is_static or recipe.smoothing.keys:
-        spec, counted = block.self_attn.spec, needs_histogram(recipe.kv_cache)
+        weight_OI = block.get_submodule(name).weight
+        assert isinstance(weight_OI, torch.Tensor)
+        layer.seen[name] = nothing_seen(weight_OI.shape[1], hessian=job.plan.uses_hessian)
+    if job.recipe.kv_cache.is_static or job.recipe.smoothing.keys:
+        spec, counted = block.self_attn.spec, needs_histogram(job.recipe.kv_cache)
         nothing = (CacheSeen.nothing(spec.num_kv_heads, spec.head_dim, histogram=counted) for _ in KV_SCALES)
         layer.cache = dict(zip(KV_SCALES, nothing, strict=True))
+
+
+def _run(block: Block, rope: LayerCache, streams: list[torch.Tensor], layer: WalkedLayer) -> list[torch.Tensor]:
+    """The layer's output for every batch; `layer` learns what it expects of its products and its cache on the way."""
+    handles, outputs = [], []
+    for name, seen in layer.seen.items():
+        handles.append(block.get_submodule(name).register_forward_pre_hook(_watch(seen)))
     for x_BTE in streams:
         out_BTE, cache = run_layer(block, rope, x_BTE)
         outputs.append(out_BTE)
@@ -233,10 +242,12 @@ def _run(
             seen.add(cache_BKCD)
     for handle in handles:
         handle.remove()
-    if not all(bool(torch.isfinite(out).all()) for out in outputs):
+    wrong = sum(int((~torch.isfinite(out)).sum()) for out in outputs)
+    if wrong:
         raise DtoolError(
             f"layer {layer.index} gives inf or NaN on the calibration text",
             expected="finite activations",
+            found=f"{wrong} of {sum(out.numel() for out in outputs)} values of its output",
             fix="check the weights, or the compute type: values may not fit it",
         )
     return outputs
@@ -283,12 +294,6 @@ def _round_inputs(block: Block, layer: WalkedLayer, plan: QuantizePlan) -> None:
         block.get_submodule(product).register_forward_pre_hook(rounded)
 
 
-def _nothing(width: int, hessian: bool = False) -> Seen:
-    hessian_II = torch.zeros(width, width) if hessian else None
-    low_I, high_I, total_I, signed_I, balanced_I = torch.zeros(5, width)
-    return Seen(low_I, high_I, total_I, signed_I, balanced_I, hessian=hessian_II)
-
-
 def _smooth(block: Block, layer: WalkedLayer, config: DecoderConfig, recipe: Recipe) -> None:
     """Fold a scale into every input that can take one, and divide what was seen alike.
 
@@ -330,13 +335,18 @@ def _divide_seen(layer: WalkedLayer, site: Site, scale_I: torch.Tensor, config: 
 
 
 @torch.no_grad()
-def _head_input(entries: Mapping[str, TensorEntry], config: DecoderConfig, streams: list[torch.Tensor]) -> WalkedLayer:
+def _head_input(job: Job, text: WalkedText) -> WalkedLayer:
     """What the head reads: the last norm's output."""
-    norm = fill(Norm(config), entries, "model.norm.") if config.final_norm else torch.nn.Identity()
-    seen = _nothing(config.hidden_size)
-    for x_BTE in streams:
-        seen.add(norm(x_BTE))
-    return WalkedLayer(config.num_hidden_layers, {}, seen={"lm_head": seen})
+    config, expected = job.config, {"lm_head": nothing_seen(job.config.hidden_size)}
+    found = None if job.statistics is None else job.statistics.recall("head", expected)
+    if found is not None:
+        return WalkedLayer(config.num_hidden_layers, {}, seen=found)
+    norm = fill(Norm(config), job.entries, "model.norm.") if config.final_norm else torch.nn.Identity()
+    for x_BTE in text.entering(config.num_hidden_layers):
+        expected["lm_head"].add(norm(x_BTE if text.exact_EE is None else x_BTE @ text.exact_EE.float().mT))
+    if job.statistics is not None:
+        job.statistics.keep("head", expected)
+    return WalkedLayer(config.num_hidden_layers, {}, seen=expected)
 
 
 def static_scales(layer: WalkedLayer, recipe: Recipe, plan: QuantizePlan, held_in: torch.dtype) -> dict[str, Any]:

@@ -30,7 +30,8 @@ from toolchain.quantize.job import Job
 from toolchain.quantize.plan import HEAD, QuantizePlan, plan_quantization
 from toolchain.quantize.rotation import rotation_matrix
 from toolchain.quantize.rounding import round_matrix
-from toolchain.quantize.walk import Seen, walk
+from toolchain.quantize.seen import Seen
+from toolchain.quantize.walk import walk
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
 

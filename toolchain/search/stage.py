@@ -19,6 +19,7 @@ from typing import Any
 from toolchain.artifact import Artifact, open_artifact, write_atomic
 from toolchain.errors import DtoolError
 from toolchain.model.config import DecoderConfig
+from toolchain.quantize.job import plan_recipe
 from toolchain.quantize.plan import plan_quantization
 from toolchain.quantize.progress import time_span
 from toolchain.recipe import Recipe, find_data, load_recipe
@@ -80,11 +81,8 @@ def search_formats(
     entries = read_header(exported.file(WEIGHTS))
     formats = units.choose_formats(recipe, question.formats)
     found = units.find_units(config, recipe)
-    plan_quantization(config, units.mixed_recipe(recipe, (), {}, recipe.about))
-    if recipe.smoothing.keys:
-        from toolchain.quantize.keys import check_keys
-
-        check_keys(config)
+    compute_dtype = str(exported.manifest.details["compute_dtype"])
+    plan_recipe(config, units.mixed_recipe(recipe, (), {}, recipe.about), compute_dtype)
     choices = {unit.name: units.possible_formats(config, unit, recipe, formats) for unit in found}
     sizes, rest = units.format_bytes(entries, config, recipe, found, choices)
     empty = Problem(sizes, {u: dict.fromkeys(f, 0.0) for u, f in sizes.items()}, rest)
@@ -121,18 +119,20 @@ def held_out_text(exported: Artifact, recipe: Recipe, question: Question) -> tup
     c, own = recipe.calibration, question.text in (None, recipe.calibration.data)
     path = find_data(question.text or c.data)
     taken, seq_len, seed = (c.samples, c.seq_len, c.seed) if own else (0, question.seq_len, 0)
-    ids = _blocks(exported, path, blocks=taken + question.blocks, seq_len=seq_len, seed=seed)[taken:]
+    chat = own and c.chat
+    ids = _blocks(exported, path, chat, blocks=taken + question.blocks, seq_len=seq_len, seed=seed)[taken:]
     ids = ids[:, : question.seq_len]
     described = f"{len(ids)} blocks of {ids.shape[1]} tokens of {path.name}"
     return ids.clone(), described + (", none of them calibrated on" if own else "")
 
 
-def _blocks(exported: Artifact, path: Path, **asked: int) -> Any:
+def _blocks(exported: Artifact, path: Path, chat: bool, **asked: int) -> Any:
     import torch
 
     from toolchain.text import load_tokenizer, read_texts, token_blocks
 
-    return torch.from_numpy(token_blocks(read_texts(path), load_tokenizer(exported.path), **asked))
+    tokenizer = load_tokenizer(exported.path)
+    return torch.from_numpy(token_blocks(read_texts(path, tokenizer if chat else None), tokenizer, **asked))
 
 
 def _prepared(
@@ -157,7 +157,7 @@ def _prepared(
     blocks, c = None, recipe.calibration
     if static or changed:
         asked = {"blocks": c.samples, "seq_len": c.seq_len, "seed": c.seed}
-        blocks = _blocks(exported, find_data(c.data), **asked).numpy()
+        blocks = _blocks(exported, find_data(c.data), c.chat, **asked).numpy()
     decoder = load_artifact_decoder(exported)
     model = prepare_model(decoder, entries, recipes, blocks, ids_BT, report)
     return model, {f: plan_quantization(config, r) for f, r in zip(formats, recipes, strict=True)}

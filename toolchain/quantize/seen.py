@@ -1,0 +1,71 @@
+"""What calibration text shows of one product's input: ranges, sums and second moments of its channels.
+
+Legend: B batch, T tokens, N tokens of all texts, I inputs of a product.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one product's input was: of each channel [I] the range and the sum of sizes, its sum [I], and H [I, I].
+
+    `balanced` is its sum with every token at the same length, `weight` the sum of those weights 1 / |x|^2: massive
+    activations of a few tokens say nothing of the mean of all others.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+    total: torch.Tensor
+    signed: torch.Tensor
+    balanced: torch.Tensor
+    weight: torch.Tensor
+    tokens: int = 0
+    hessian: torch.Tensor | None = None
+
+    @property
+    def amax(self) -> torch.Tensor:
+        """The largest magnitude of each channel [I]."""
+        return torch.maximum(self.high, -self.low)
+
+    @property
+    def center(self) -> torch.Tensor:
+        """The mean of each channel [I], every token weighing 1 / |x|^2."""
+        return self.balanced / self.weight.clamp_min(1e-30)
+
+    def add(self, x_BTI: torch.Tensor) -> None:
+        """Take in one batch."""
+        x_NI = x_BTI.float().flatten(0, -2)
+        weight_N = 1 / x_NI.square().sum(1).clamp_min(1e-30)
+        self.low, self.high = torch.minimum(self.low, x_NI.amin(0)), torch.maximum(self.high, x_NI.amax(0))  # NaN stays
+        self.total = self.total + x_NI.abs().sum(0)
+        self.signed = self.signed + x_NI.sum(0)
+        self.balanced = self.balanced + weight_N @ x_NI
+        self.weight = self.weight + weight_N.sum()
+        self.tokens += len(x_NI)
+        if self.hessian is not None:
+            self.hessian.addmm_(x_NI.mT, x_NI)
+
+    def divide(self, scale_I: torch.Tensor) -> None:
+        """As if every input had been divided by `scale_I`."""
+        self.low, self.high, self.total = self.low / scale_I, self.high / scale_I, self.total / scale_I
+        self.signed, self.balanced = self.signed / scale_I, self.balanced / scale_I
+        if self.hessian is not None:
+            self.hessian.div_(scale_I[:, None]).div_(scale_I[None, :])
+
+    def shift(self, center_I: torch.Tensor) -> None:
+        """As if every input had been `center_I` less."""
+        self.low, self.high = self.low - center_I, self.high - center_I
+        if self.hessian is not None:
+            about_I = self.signed - self.tokens * center_I / 2
+            self.hessian.addr_(about_I, center_I, alpha=-1).addr_(center_I, about_I, alpha=-1)
+        self.signed = self.signed - self.tokens * center_I
+
+
+def nothing_seen(width: int, *, hessian: bool = False) -> Seen:
+    """Before any text, of a product of `width` inputs."""
+    hessian_II = torch.zeros(width, width) if hessian else None
+    low_I, high_I, total_I, signed_I, balanced_I = torch.zeros(5, width)
+    return Seen(low_I, high_I, total_I, signed_I, balanced_I, torch.zeros(()), hessian=hessian_II)
