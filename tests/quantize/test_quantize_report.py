@@ -49,3 +49,20 @@ def test_without_activations_the_weights_alone_are_told(exported, tmp_path):
     page = quantization_page(quantization_document(artifact))
     assert all(row[4] is None for row in page.parts[-1].rows)
     assert "none" in dict(page.facts)["smoothing"]
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        ({}, "format int8, granularity head, scale amax"),
+        (
+            {"scale": "percentile", "percentile": 99.0},
+            "format int8, granularity head, percentile 99.0, scale percentile",
+        ),
+    ],
+)
+def test_page_names_the_scales_of_the_cache_and_smoothed_keys(cache, said, exported, tmp_path):
+    recipe = make_recipe(kv_cache={"format": "int8"} | cache, smoothing={"keys": True})
+    artifact = quantize_artifact(exported, recipe, tmp_path / "q", report=lambda _: None)
+    facts = dict(quantization_page(quantization_document(artifact)).facts)
+    assert (facts["KV cache"], facts["smoothing"]) == (said, "keys")

@@ -82,4 +82,5 @@ def _section(section: dict[str, Any]) -> str:
     """One section of the recipe in a line; what is off is `none`."""
     if section.get("format", section.get("algorithm")) == "none":
         return "keys" if section.get("keys") else "none"
-    return ", ".join(f"{key} {value}" for key, value in section.items() if key != "skip")
+    idle = {"skip"} if section.get("scale") == "percentile" else {"skip", "percentile"}
+    return ", ".join(f"{key} {value}" for key, value in section.items() if key not in idle)
