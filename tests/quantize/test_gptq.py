@@ -179,6 +179,8 @@ def test_a_matrix_taken_in_parts_and_rounds_taken_together_give_the_same_bits(fm
     apart = refine(weight, first, hessian, first_scale, fmt)
     monkeypatch.setattr(gptq, "CACHED", 16 * 64)
     monkeypatch.setattr(gptq, "REUSED", 16 * 64)
+    monkeypatch.setattr(gptq, "HELD", 32 * 64)
     assert torch.equal(search_scale(weight, fmt, group, hessian_II=hessian), scale)
+    assert torch.equal(round_with_hessian(weight, hessian, scale, fmt), shown)
     together = refine(weight, shown, hessian, scale, fmt, rounds=2)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))

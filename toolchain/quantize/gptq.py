@@ -30,9 +30,9 @@ BLOCK = 64
 DAMPING, MOST_DAMPING = 0.01, 10.0
 """Share of the mean diagonal that is added to all of it: at first, and when nothing more helps."""
 FULL_GROUP = 128
-CACHED, REUSED = 1 << 20, 1 << 22
+CACHED, REUSED, HELD = 1 << 20, 1 << 22, 1 << 24
 """Values of a matrix that are taken at a time, whole rows: what is made on the way stays in the processor's cache,
-or at least in memory that the allocator has at hand."""
+or in memory that the allocator has at hand, or is at least small beside H."""
 CLIPS = tuple(1.0 - 0.025 * step for step in range(21))
 """Shares of the largest weight that a scale is tried for."""
 
@@ -98,6 +98,14 @@ def round_with_hessian(
     """
     order = torch.argsort(hessian_II.diagonal(), descending=True)
     upper_II = _inverse_factor(hessian_II, order)
+    rows = _rows(HELD, weight_OI)
+    parts = zip(weight_OI.split(rows), scale_OG.split(rows), strict=True)
+    return torch.cat([_round_rows(weight, upper_II, order, scale, fmt) for weight, scale in parts])
+
+
+def _round_rows(
+    weight_OI: torch.Tensor, upper_II: torch.Tensor, order: torch.Tensor, scale_OG: torch.Tensor, fmt: str
+) -> torch.Tensor:
     weight_IO = weight_OI.float().mT[order]  # a column of the matrix lies in one piece
     scale_GO = scale_OG.mT.contiguous()
     group_I = (order // (len(weight_IO) // len(scale_GO))).tolist()
@@ -131,20 +139,35 @@ def refine(
     """
     damped_II = hessian_II.clone()
     damped_II.diagonal().add_(DAMPING * hessian_II.diagonal().mean())
-    wanted_OI = weight_OI @ damped_II
+    matrices = (x.split(_rows(HELD, weight_OI)) for x in (weight_OI, shown_OI, scale_OG))
+    refined = [_refine_rows(*parts, damped_II, fmt, rounds, held_in) for parts in zip(*matrices, strict=True)]
+    shown_parts, scale_parts = zip(*refined, strict=True)
+    return torch.cat(shown_parts), torch.cat(scale_parts)
+
+
+def _refine_rows(
+    weight_OI: torch.Tensor,
+    shown_OI: torch.Tensor,
+    scale_OG: torch.Tensor,
+    hessian_II: torch.Tensor,
+    fmt: str,
+    rounds: int,
+    held_in: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wanted_OI = weight_OI @ hessian_II
     for _ in range(rounds):
-        parts = zip(*(x.split(_rows(REUSED, weight_OI)) for x in (wanted_OI, shown_OI, scale_OG)), strict=True)
-        refitted = [_refit_scales(wanted, shown, damped_II, scale, held_in) for wanted, shown, scale in parts]
-        scale_OG, shown_OI = (torch.cat(x) for x in zip(*refitted, strict=True))
-        shown_OI = _descend(weight_OI, shown_OI, damped_II, scale_OG, fmt)
+        matrices = (x.split(_rows(REUSED, weight_OI)) for x in (wanted_OI, shown_OI, scale_OG))
+        refitted = [_refit_scales(*parts, hessian_II, held_in) for parts in zip(*matrices, strict=True)]
+        scale_OG, shown_OI = (torch.cat(parts) for parts in zip(*refitted, strict=True))
+        shown_OI = _descend(weight_OI, shown_OI, hessian_II, scale_OG, fmt)
     return shown_OI, scale_OG
 
 
 def _refit_scales(
     wanted_OI: torch.Tensor,
     shown_OI: torch.Tensor,
-    hessian_II: torch.Tensor,
     scale_OG: torch.Tensor,
+    hessian_II: torch.Tensor,
     held_in: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per row: minimise (w - sum_g s_g c_g) H (w - sum_g s_g c_g)^T over s; c: codes of its groups, `wanted`: w H."""
@@ -211,7 +234,7 @@ def _inverse_factor(hessian_II: torch.Tensor, order: torch.Tensor) -> torch.Tens
         torch.cholesky_inverse(matrix_II, out=matrix_II)
         torch.linalg.cholesky_ex(matrix_II, upper=True, out=(matrix_II, fault_above))
         if not int(fault) and not int(fault_above):
-            return matrix_II.float().contiguous()
+            return matrix_II.to(torch.float32, memory_format=torch.contiguous_format)
         damping *= 10
     raise DtoolError(
         "the calibration's second moments cannot be factored",
