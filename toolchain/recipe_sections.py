@@ -126,12 +126,13 @@ class Rotation(Section, frozen=True):
 class Smoothing(Section, frozen=True):
     """Channels made smaller in the activations and larger in the weights before anything is rounded.
 
-    `smoothquant` goes by the largest activation of a channel, `awq` by the mean; `alpha` by how much. `keys`: what
+    `smoothquant` goes by the largest activation of a channel, `awq` by the mean; `alpha` by how much, or `search`:
+    for each input the one whose products err least on a text once both sides are rounded. `keys`: what
     the cache holds of K, made larger in the queries; it needs no algorithm.
     """
 
     algorithm: Literal["none", "smoothquant", "awq"] = "none"
-    alpha: float = pydantic.Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
+    alpha: Annotated[float, pydantic.Field(ge=0, le=1, allow_inf_nan=False)] | Literal["search"] = 0.5
     keys: bool = False
 
     @property

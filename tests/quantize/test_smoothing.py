@@ -112,3 +112,82 @@ def logits_of(runner, ids, lengths):
     import numpy as np
 
     return runner.step(runner.new_state(len(ids), 64), ids, np.array(lengths), "evaluation")
+
+
+# ---- alpha, searched ----
+
+
+def reader(weight, x, *, weights="int8", group_size=0, **activations):
+    from toolchain.quantize.smoothing import Reader
+    from toolchain.recipe_sections import Activations
+
+    rounded = Activations(format="int8", **activations) if activations else None
+    return Reader(weight, weights, group_size, rounded, torch.zeros(x.shape[1]), x.abs().amax(0))
+
+
+@pytest.mark.parametrize("granularity", ["token", "tensor"])
+def test_the_found_scale_errs_less_than_none_and_than_any_other_tried(granularity):
+    from toolchain.quantize.smoothing import ALPHAS, least_error
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 32, generator=generator), torch.randn(16, 32, generator=generator)
+    x[:, 5] *= 60
+    product = reader(weight, x, granularity=granularity)
+    scales = {alpha: smoothing_scale(x.abs().amax(0), weight.abs().amax(0), alpha) for alpha in ALPHAS}
+    alpha, scale = least_error(scales.items(), [product], x)
+    errors = {a: product.error(x, s) for a, s in scales.items()}
+    assert alpha == min(errors, key=lambda a: errors[a])
+    assert product.error(x, scale) < product.error(x, torch.ones(32)) / 4
+    assert 0 < alpha < 1
+
+
+def test_the_error_is_that_of_the_rounded_product():
+    """Against the arithmetic of the finished layer, weights in groups and inputs per token."""
+    from toolchain.model.quantized import QuantizedLinear
+    from toolchain.quantize.rounding import round_matrix
+    from toolchain.recipe_sections import Weights
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(9, 64, generator=generator), torch.randn(16, 64, generator=generator)
+    scale = torch.rand(64, generator=generator) + 0.5
+    found = reader(weight, x, weights="int4", group_size=32, granularity="token").error(x, scale)
+    rounded = round_matrix(weight * scale, Weights(format="int4", group_size=32), group_size=32)
+    linear = QuantizedLinear(rounded.codes, rounded.scale, None, ("int8", "token"))
+    assert found == pytest.approx(float((x @ weight.mT - linear(x / scale)).square().sum()), rel=1e-4)
+
+
+def test_where_nothing_is_better_nothing_is_divided():
+    from toolchain.quantize.smoothing import least_error
+
+    x, weight = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.eye(4)
+    alpha, scale = least_error([(0.5, torch.full((4,), 3.0))], [reader(weight, x, weights=None)], x)
+    assert alpha is None
+    assert torch.equal(scale, torch.ones(4))
+
+
+@pytest.mark.usefixtures("random_calibration")
+def test_a_searched_alpha_stands_in_the_report_and_loses_less(tmp_path):
+    from tests.conftest import make_recipe, save_tiny
+    from toolchain.export.stage import export_checkpoint
+    from toolchain.quantize.stage import quantize_artifact
+    from toolchain.runners.open import fake_quant_runner, open_runner
+
+    model = save_tiny(tmp_path / "model")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight[3] *= 40
+            layer.post_attention_layernorm.weight[7] *= 40
+    model.save_pretrained(tmp_path / "model")
+    export_checkpoint(tmp_path / "model", make_recipe(), tmp_path / "onnx", report=lambda _: None)
+    ids, lengths = random_ids(5, 2, 40), [40, 40]
+    plain, errors = logits_of(open_runner(tmp_path / "onnx"), ids, lengths), {}
+    static = {"weights": {"format": "int8"}, "activations": {"format": "int8", "granularity": "tensor"}}
+    for alpha in ("search", 0.0, 1.0):
+        recipe = make_recipe(**static, smoothing={"algorithm": "smoothquant", "alpha": alpha})
+        artifact = quantize_artifact(tmp_path / "onnx", recipe, tmp_path / str(alpha), report=lambda _: None)
+        errors[alpha] = float(abs(logits_of(fake_quant_runner(artifact.path), ids, lengths) - plain).mean())
+        rows = {row["matrix"]: row for row in artifact.json("quantization.json")["matrices"]}
+        found = rows["model.layers.0.self_attn.qkv_proj"]["smoothing_alpha"]
+        assert found == alpha if alpha != "search" else 0 < found < 1
+        assert artifact.json("quantization.json")["identity_error"] < 1e-4
+    assert errors["search"] < min(errors[0.0], errors[1.0]), errors

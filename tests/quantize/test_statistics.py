@@ -187,16 +187,19 @@ def test_a_place_that_cannot_hold_them_is_refused_before_any_work(exported, quan
 
 def test_records_of_the_cache_may_be_anything_of_tensors_and_counts(tmp_path):
     """A dataclass with parts that are None where they were not asked for."""
-    from toolchain.quantize.seen import Seen
+    from toolchain.quantize.seen import nothing_seen
     from toolchain.quantize.statistics import Statistics
 
     kept = Statistics(tmp_path, "key", print)
-    kept.keep("layer-0", {"cache/k": Seen(torch.ones(3), torch.ones(3), 5)})
-    blank = Seen(torch.empty(0), torch.empty(0))
-    found = kept.recall("layer-0", {"cache/k": blank})
+    plain, whole = nothing_seen(3), nothing_seen(3, hessian=True)
+    for seen in (plain, whole):
+        seen.add(torch.ones(1, 5, 3))
+    kept.keep("layer-0", {"cache/k": plain})
+    found = kept.recall("layer-0", {"cache/k": nothing_seen(3)})
     assert found["cache/k"].tokens == 5
-    assert kept.recall("layer-0", {"cache/k": Seen(blank.amax, blank.total, hessian=torch.empty(0))}) is None
-    kept.keep("layer-0", {"cache/k": Seen(torch.ones(3), torch.ones(3), 5, torch.eye(3)), "cache/v": torch.ones(2)})
+    assert torch.equal(found["cache/k"].center, torch.ones(3))
+    assert kept.recall("layer-0", {"cache/k": nothing_seen(3, hessian=True)}) is None
+    kept.keep("layer-0", {"cache/k": whole, "cache/v": torch.ones(2)})
     kept.keep("layer-0", {"sample": torch.zeros(1)})
-    found = kept.recall("layer-0", {"cache/k": Seen(blank.amax, blank.total, 0, torch.empty(0)), "sample": blank.amax})
-    assert torch.equal(found["cache/k"].hessian, torch.eye(3))
+    found = kept.recall("layer-0", {"cache/k": nothing_seen(3, hessian=True), "sample": torch.empty(0)})
+    assert torch.equal(found["cache/k"].hessian, torch.full((3, 3), 5.0))

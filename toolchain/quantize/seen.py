@@ -1,11 +1,14 @@
-"""What calibration text shows of one product's input: ranges, sums and second moments of its channels.
+"""What calibration text shows: of one product's input its ranges, sums and second moments; of a layer all of it.
 
 Legend: B batch, T tokens, N tokens of all texts, I inputs of a product.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from toolchain.model.quantized import InputShape
+from toolchain.quantize.cache_scales import CacheSeen
 
 
 @dataclass(slots=True)
@@ -69,3 +72,22 @@ def nothing_seen(width: int, *, hessian: bool = False) -> Seen:
     hessian_II = torch.zeros(width, width) if hessian else None
     low_I, high_I, total_I, signed_I, balanced_I = torch.zeros(5, width)
     return Seen(low_I, high_I, total_I, signed_I, balanced_I, torch.zeros(()), hessian=hessian_II)
+
+
+@dataclass(slots=True)
+class WalkedLayer:
+    """One layer, rotated, smoothed and still in float: its tensors by name, and what its products and cache saw.
+
+    `shape`: what its last product does to its input before rounding, None for nothing. `means`: of the centered
+    products the means [I] that were taken off what they saw, and what the float product makes of those [O]. `alphas`:
+    of the products whose input was smoothed, None where searching found nothing better than leaving it.
+    """
+
+    index: int
+    tensors: dict[str, torch.Tensor]
+    shape: InputShape | None = None
+    seen: dict[str, Seen] = field(default_factory=dict)
+    means: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    alphas: dict[str, float | None] = field(default_factory=dict)
+    cache: dict[str, CacheSeen] = field(default_factory=dict)
+    identity_error: float = 0.0

@@ -11,19 +11,58 @@ of `up` before the product with the gate, the rows of V before attention. V's he
 heads, so they share one s. Where the norm multiplies by 1 + w, what is stored is (1 + w) / s - 1. All of it
 is an identity before rounding, and `fold` is tested to be one for every family.
 
+Searched, alpha is of each input the one that minimises |x W^T - Q(x / s) Q(W diag(s))^T|^2 over a text, as AWQ does in
+its section 3.2 for the weights alone; 1 for all of s is among the tried.
+
 Legend: I inputs of a product, E hidden, F feed-forward, D head dim, K KV heads, G query heads of a KV head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from toolchain.model.config import DecoderConfig
+from toolchain.numerics import dequantize, quantize, scale_from_amax, token_scale
+from toolchain.recipe_sections import Activations
 
 SMALLEST, LARGEST = 1e-4, 1e4
 """Bounds of s relative to its middle: beyond them a half type loses what was gained."""
+
+
+ALPHAS = tuple(step / 10 for step in range(11))
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A product that reads an input: its matrix [O, I], and how both sides are rounded; None where one stays in float.
+
+    `group_size`: of an int4 matrix, 0 for a scale per channel. `center` and `amax` [I]: what is taken off the input
+    before it is rounded, and how far it reaches from there on all of the text.
+    """
+
+    weight: torch.Tensor
+    weight_format: str | None
+    group_size: int
+    activations: Activations | None
+    center: torch.Tensor
+    amax: torch.Tensor
+
+    def error(self, x_NI: torch.Tensor, scale_I: torch.Tensor) -> float:
+        """Sum of squares that rounding to the nearest adds to the outputs, the input divided by `scale_I`."""
+        x_NI = x_NI - self.center
+        shown_OI, weight_OI, rounded_NI = self.weight, self.weight * scale_I, x_NI / scale_I
+        if self.weight_format is not None:
+            groups_OGg = weight_OI.unflatten(-1, (-1, self.group_size or weight_OI.shape[1]))
+            scale_OG1 = scale_from_amax(groups_OGg.abs().amax(-1, keepdim=True), self.weight_format)
+            shown_OI = dequantize(quantize(groups_OGg, scale_OG1, self.weight_format), scale_OG1).flatten(1) / scale_I
+        if self.activations is not None:
+            fmt = self.activations.format
+            fixed = scale_from_amax((self.amax / scale_I).max(), fmt) if self.activations.is_static else None
+            step = token_scale(rounded_NI, fmt) if fixed is None else fixed
+            rounded_NI = dequantize(quantize(rounded_NI, step, fmt), step)
+        return float((x_NI @ self.weight.mT - (rounded_NI * scale_I) @ shown_OI.mT).square().sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +103,19 @@ def smoothing_scale(inputs_I: torch.Tensor, weights_I: torch.Tensor, alpha: floa
     scale_I = torch.where(dead_I, torch.ones_like(scale_I), scale_I)
     middle = scale_I.log().mean().exp()  # a common factor changes nothing but the numbers' range
     return torch.where(dead_I, torch.ones_like(scale_I), (scale_I / middle).clamp(SMALLEST, LARGEST))
+
+
+def least_error(
+    candidates: Iterable[tuple[float, torch.Tensor]], readers: Sequence[Reader], x_NI: torch.Tensor
+) -> tuple[float | None, torch.Tensor]:
+    """The (alpha, s [I]) whose readers err least together; alpha None and s = 1 where none is better than that."""
+    best, plain_I = None, torch.ones(x_NI.shape[1])
+    least, found_I = sum(reader.error(x_NI, plain_I) for reader in readers), plain_I
+    for alpha, scale_I in candidates:
+        error = sum(reader.error(x_NI, scale_I) for reader in readers)
+        if error < least:
+            best, least, found_I = alpha, error, scale_I
+    return best, found_I
 
 
 def shared_by_heads(scale_I: torch.Tensor, config: DecoderConfig) -> torch.Tensor:

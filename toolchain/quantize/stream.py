@@ -133,13 +133,18 @@ class QuantizedStream:
             stored = list(self._stored(name, self.job.entries[name], layer.tensors[name], layer.seen))
             found |= self._means(layer, name, stored)
             tensors += stored
-        rows = self.rows[before:]
+        rows = [row | self._alpha(layer, row["matrix"]) for row in self.rows[before:]]
         del self.rows[before:]
         found |= self._scales(layer)
         kept = {"tensors": tensors, "rows": rows, "identity_error": layer.identity_error, "found": found}
         if self.job.progress is not None:
             self.job.progress.keep_layer(layer.index, kept)
         return kept
+
+    @staticmethod
+    def _alpha(layer: WalkedLayer, module: str) -> dict[str, Any]:
+        product = module.removeprefix(f"{LAYERS}{layer.index}.")
+        return {"smoothing_alpha": layer.alphas[product]} if product in layer.alphas else {}
 
     def _means(self, layer: WalkedLayer, name: str, stored: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What a centered product takes off its input, and adds to its output: see `model.quantized`."""

@@ -37,33 +37,18 @@ from toolchain.quantize.excess import PRODUCT, Excess
 from toolchain.quantize.job import Job
 from toolchain.quantize.keys import smooth_keys
 from toolchain.quantize.layer import embedded_text, fill, load_layer, run_layer
+from toolchain.quantize.layer_smoothing import smooth_layer
 from toolchain.quantize.plan import QuantizePlan
 from toolchain.quantize.progress import time_span
 from toolchain.quantize.rotation import rotate_feed_forward, rotate_stream, rotate_values, rotation_matrix
-from toolchain.quantize.seen import Seen, nothing_seen
-from toolchain.quantize.smoothing import Site, fold, shared_by_heads, sites, smoothing_scale, weight_sizes
+from toolchain.quantize.seen import Seen, WalkedLayer, nothing_seen
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
 
 IDENTITY = 1e-4
 """Relative difference that float32 leaves between a layer before and after rotation and smoothing."""
-
-
-@dataclass(slots=True)
-class WalkedLayer:
-    """One layer, rotated, smoothed and still in float: its tensors by name, and what its products and cache saw.
-
-    `shape`: what its last product does to its input before rounding, None for nothing. `means`: of the centered
-    products the means [I] that were taken off what they saw, and what the float product makes of those [O].
-    """
-
-    index: int
-    tensors: dict[str, torch.Tensor]
-    shape: InputShape | None = None
-    seen: dict[str, Seen] = field(default_factory=dict)
-    means: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    cache: dict[str, CacheSeen] = field(default_factory=dict)
-    identity_error: float = 0.0
+SAMPLE_TOKENS = 128
+"""Of the first text, on which a layer is compared with itself, and an alpha searched; massive activations come first."""
 
 
 @dataclass(slots=True)
@@ -142,7 +127,7 @@ def _see(job: Job, block: Block, layer: WalkedLayer, text: WalkedText, products:
     sample_BTE = _recall(job, layer)
     if sample_BTE is None:
         entered = text.entering(layer.index)
-        sample_BTE = entered[0][:1]
+        sample_BTE = entered[0][:1, :SAMPLE_TOKENS]
     changes = recipe.rotation.is_on or recipe.smoothing.is_on or excess is not None
     before_BTE = _plain_output(block, rope, sample_BTE, text.exact_EE) if changes else sample_BTE
     _rotate(block, layer, config, recipe, text.exact_EE, excess)
@@ -151,7 +136,7 @@ def _see(job: Job, block: Block, layer: WalkedLayer, text: WalkedText, products:
         if job.statistics is not None:
             job.statistics.keep(*_kept(layer, sample_BTE))
     if recipe.smoothing.algorithm != "none":
-        _smooth(block, layer, config, recipe)
+        smooth_layer(block, layer, job, rope, sample_BTE)
     if recipe.smoothing.keys:
         smooth_keys(block, layer.index, layer.cache[KV_SCALES[0]], config)
     if changes:
@@ -294,25 +279,6 @@ def _round_inputs(block: Block, layer: WalkedLayer, plan: QuantizePlan) -> None:
         block.get_submodule(product).register_forward_pre_hook(rounded)
 
 
-def _smooth(block: Block, layer: WalkedLayer, config: DecoderConfig, recipe: Recipe) -> None:
-    """Fold a scale into every input that can take one, and divide what was seen alike.
-
-    An input that is rotated or limited as the graph runs can take none.
-    """
-    smoothing = recipe.smoothing
-    shaped = getattr(block.mlp, "shape", None) is not None
-    for site in sites(config, layer.index):
-        seen = layer.seen.get(site.readers[0])
-        if seen is None or (shaped and site.readers[0] == PRODUCT):
-            continue
-        size_I = seen.amax if smoothing.algorithm == "smoothquant" else seen.total / max(seen.tokens, 1)
-        scale_I = smoothing_scale(size_I, weight_sizes(block, site.readers), smoothing.alpha)
-        if site.maker.endswith("qkv_proj"):
-            scale_I = shared_by_heads(scale_I, config)
-        fold(block, site, scale_I, config)
-        _divide_seen(layer, site, scale_I, config)
-
-
 def _identity_error(after_BTE: torch.Tensor, before_BTE: torch.Tensor) -> float:
     """||after - before|| / ||before||. Raises DtoolError when rotation or smoothing changed what the layer does."""
     error = float((after_BTE - before_BTE).norm() / before_BTE.norm().clamp_min(1e-30))
@@ -324,14 +290,6 @@ def _identity_error(after_BTE: torch.Tensor, before_BTE: torch.Tensor) -> float:
             fix="this is a fault of dtool with this model: please report it; without either it does not occur",
         )
     return error
-
-
-def _divide_seen(layer: WalkedLayer, site: Site, scale_I: torch.Tensor, config: DecoderConfig) -> None:
-    for reader in site.readers:
-        if reader in layer.seen:
-            layer.seen[reader].divide(scale_I)
-    if site.maker.endswith("qkv_proj") and KV_SCALES[1] in layer.cache:
-        layer.cache[KV_SCALES[1]].divide(scale_I.reshape(config.num_key_value_heads, -1, config.head_dim)[:, 0])
 
 
 @torch.no_grad()
