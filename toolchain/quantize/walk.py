@@ -48,7 +48,7 @@ from toolchain.tensor_file import TensorEntry
 IDENTITY = 1e-4
 """Relative difference that float32 leaves between a layer before and after rotation and smoothing."""
 SAMPLE_TOKENS = 128
-"""Of the first text, on which a layer is compared with itself, and an alpha searched; massive activations come first."""
+"""Of the first text: what a layer is compared with itself on, and alpha searched; massive activations come first."""
 
 
 @dataclass(slots=True)
