@@ -140,7 +140,10 @@ def refine(
     damped_II = hessian_II.clone()
     damped_II.diagonal().add_(DAMPING * hessian_II.diagonal().mean())
     matrices = (x.split(_rows(HELD, weight_OI)) for x in (weight_OI, shown_OI, scale_OG))
-    refined = [_refine_rows(*parts, damped_II, fmt, rounds, held_in) for parts in zip(*matrices, strict=True)]
+    refined = [
+        _refine_rows(weight, shown, scale, damped_II, fmt, rounds, held_in)
+        for weight, shown, scale in zip(*matrices, strict=True)
+    ]
     shown_parts, scale_parts = zip(*refined, strict=True)
     return torch.cat(shown_parts), torch.cat(scale_parts)
 
