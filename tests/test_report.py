@@ -5,6 +5,7 @@ import pytest
 
 from toolchain.report import (
     Bars,
+    Frontier,
     Load,
     Page,
     Roof,
@@ -139,6 +140,41 @@ def test_many_roofs_stay_apart_and_a_plot_without_points_renders():
     assert len(names) == 18
     assert min(b - a for a, b in itertools.pairwise(names)) >= 16.9
     assert "<circle" not in svg
+
+
+FRONTIER = Frontier(
+    "Mixes & losses",
+    "MB",
+    "KL (nats)",
+    ((80.0, 0.5), (100.0, 0.05), (140.0, 0.005)),
+    (("all <int8>", 135.0, 0.006), ("exact", 270.0, 0.0)),
+)
+
+
+def test_a_frontier_falls_to_the_right_on_a_logarithmic_axis():
+    svg = svg_of(FRONTIER)
+    assert 'aria-label="Mixes &amp; losses"' in svg
+    (points,) = re.findall(r'<polyline[^>]*points="([^"]+)"', svg)
+    places = [tuple(map(float, point.split(","))) for point in points.split()]
+    xs, ys = zip(*places, strict=True)
+    assert list(xs) == sorted(xs)
+    assert ys[1] - ys[0] == pytest.approx(ys[2] - ys[1], abs=0.2)  # a decade each
+    assert (xs[2] - xs[1]) / (xs[1] - xs[0]) == pytest.approx(2, rel=0.02)
+    assert "all &lt;int8&gt;" in svg
+    assert "exact" not in svg  # no loss at all has no place on a logarithmic axis
+
+
+def test_a_frontier_in_text_is_its_points_and_names_in_order():
+    rows = [line.split() for line in render_text(Page("Mixes", parts=(FRONTIER,))).splitlines()]
+    numbers = [row[-2:] for row in rows if row and row[-1].replace(".", "").isdigit()]
+    assert [row[0] for row in numbers] == sorted((row[0] for row in numbers), key=float)
+    assert any(row[:2] == ["all", "<int8>"] for row in rows)
+    assert any(row[0] == "exact" for row in rows if row)
+
+
+def test_a_frontier_of_one_point_or_none_renders():
+    for line in ((), ((1.0, 0.5),)):
+        assert "NaN" not in svg_of(Frontier("few", "MB", "KL", line, ()))
 
 
 @pytest.mark.parametrize(
