@@ -76,7 +76,7 @@ def run_pipeline(
     from toolchain.quantize.stage import check_statistics, quantize_artifact, quantize_key
 
     if statistics is not None:
-        check_statistics(statistics)
+        check_statistics(statistics, out / "quantized")
     stages = _Stages(out, report)
     current = stages.take(
         "export",

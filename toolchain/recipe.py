@@ -8,7 +8,7 @@ import fnmatch
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import pydantic
 
@@ -98,6 +98,9 @@ class Recipe(Section, frozen=True):
                 changed[0].pop("granularity", None)  # which follows from the format here
             changed[0] |= override.weights
             changed[1] |= override.activations
+            static = changed[1].get("format", "none") != "none" and changed[1].get("granularity") == "tensor"
+            if not static and "excess_channels" not in override.activations:
+                changed[1].pop("excess_channels", None)  # which only a static scale has a use for
         return Weights.model_validate(changed[0]), Activations.model_validate(changed[1])
 
     def of_matrix(self, name: str) -> tuple[Weights, Activations]:
@@ -199,5 +202,7 @@ def _explain(item: Any) -> str:
         return f"{where}: {item['msg']} (got {item['input']!r})"
     model: Any = Recipe
     for part in item["loc"][:-1]:
-        model = model.model_fields[part].annotation
+        if isinstance(part, str):  # else a place in a list of sections
+            annotation = model.model_fields[part].annotation
+            model = next(iter(get_args(annotation)), annotation)
     return f"{where}: unknown key; {did_you_mean(str(item['loc'][-1]), model.model_fields)}"

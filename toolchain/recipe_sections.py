@@ -75,7 +75,8 @@ class Activations(Section, frozen=True):
     @pydantic.model_validator(mode="after")
     def _excess_is_of_a_static_scale(self) -> Self:
         if self.excess_channels and not self.is_static:
-            raise ValueError("excess_channels is for static scales (granularity tensor): a token's own needs none")
+            found = f"format {self.format}, granularity {self.granularity}"
+            raise ValueError(f"excess_channels is for static scales (a format and granularity tensor), not for {found}")
         return self
 
     @property
@@ -123,6 +124,12 @@ class Rotation(Section, frozen=True):
         return self.stream or self.values or self.feed_forward
 
 
+def _alpha(value: Any) -> Any:
+    if value == "search" or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1):
+        return value
+    raise ValueError('should be a number from 0 to 1, or "search"')
+
+
 class Smoothing(Section, frozen=True):
     """Channels made smaller in the activations and larger in the weights before anything is rounded.
 
@@ -132,8 +139,14 @@ class Smoothing(Section, frozen=True):
     """
 
     algorithm: Literal["none", "smoothquant", "awq"] = "none"
-    alpha: Annotated[float, pydantic.Field(ge=0, le=1, allow_inf_nan=False)] | Literal["search"] = 0.5
+    alpha: Annotated[float | Literal["search"], pydantic.PlainValidator(_alpha)] = 0.5
     keys: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _alpha_is_used(self) -> Self:
+        if self.algorithm == "none" and self.alpha == "search":
+            raise ValueError('alpha "search" needs an algorithm: smoothquant or awq')
+        return self
 
     @property
     def is_on(self) -> bool:

@@ -7,6 +7,7 @@ from tests.conftest import make_recipe, save_tiny
 from toolchain.export.stage import export_checkpoint
 from toolchain.model.quantized import dequantize_weight
 from toolchain.numerics import smallest_scale
+from toolchain.quantize.findings import text_warnings
 from toolchain.quantize.rounding import round_matrix
 from toolchain.quantize.stage import quantize_artifact
 from toolchain.recipe_sections import Weights
@@ -108,3 +109,11 @@ def test_the_report_has_scales_outliers_and_the_text_seen(whole, tmp_path):
     assert row["input_outlier_ratio"] >= 1
     assert document["calibration"]["tokens"] == 4 * 48
     assert document["warnings"] == []
+
+
+def test_a_text_of_few_tokens_is_told():
+    few = {"distinct_tokens": 3, "tokens": 2048}
+    assert "only 3 distinct tokens" in text_warnings(few)[0]
+    assert text_warnings(few | {"distinct_tokens": 500}) == []
+    assert text_warnings({"distinct_tokens": 20, "tokens": 96}) == []  # a short text can have no more
+    assert text_warnings(None) == []

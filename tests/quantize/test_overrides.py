@@ -69,3 +69,34 @@ def test_overrides_that_cannot_be_are_refused(override, found, exported):
         return
     with pytest.raises(DtoolError, match=found):
         make_recipe(weights={"format": "int8"}, overrides=[override])
+
+
+@pytest.mark.parametrize("key", ["kv_cache", "weight", "smoothing"])
+def test_an_unknown_key_of_an_override_is_named(key):
+    with pytest.raises(DtoolError, match=rf"overrides\.0\.{key}: unknown key") as caught:
+        make_recipe(overrides=[{"match": ["*"], "weights": {"format": "int8"}, key: {"format": "none"}}])
+    assert "weights" in str(caught.value)
+
+
+@pytest.mark.parametrize("changed", [{"format": "none"}, {"granularity": "token"}])
+def test_an_override_without_a_static_scale_drops_the_excess(changed, exported):
+    static = {"format": "int8", "granularity": "tensor", "excess_channels": 2}
+    overrides = [{"match": ["model.layers.0.mlp.down_proj"], "activations": changed}]
+    recipe = make_recipe(weights={"format": "int8"}, activations=static, overrides=overrides)
+    assert recipe.of_matrix("model.layers.0.mlp.down_proj")[1].excess_channels == 0
+    assert recipe.of_matrix("model.layers.1.mlp.down_proj")[1].excess_channels == 2
+    with pytest.raises(DtoolError, match="not for format"):
+        make_recipe(
+            weights={"format": "int8"},
+            activations=static,
+            overrides=[{"match": ["*down_proj"], "activations": changed | {"excess_channels": 2}}],
+        )
+
+
+def test_an_override_of_what_is_skipped_is_told(exported):
+    config = DecoderConfig.model_validate(open_artifact(exported).json("decoder.json"))
+    overrides = [{"match": ["lm_head"], "weights": {"format": "int4", "group_size": 32}}]
+    plan = plan_quantization(config, make_recipe(weights={"format": "int8"}, overrides=overrides))
+    assert any("an override names lm_head" in note for note in plan.notes)
+    plan = plan_quantization(config, make_recipe(weights={"format": "int8", "skip": []}, overrides=overrides))
+    assert not any("an override names" in note for note in plan.notes)

@@ -150,6 +150,17 @@ def test_a_damaged_part_is_told_and_made_again(harm, part, quantized, statistics
     assert sum(n == 4 for n in ran) == {"layer-1": 2, "head": 2, "survey": 0}[part]  # a layer's way to it, no more
 
 
+def test_a_part_in_the_place_of_another_is_told_and_made_again(quantized, statistics):
+    alone, _ = quantized(**GPTQ)
+    quantized(statistics, **GPTQ)
+    (first,) = statistics.glob("*/layer-0.safetensors")
+    for end in (".safetensors", ".sha256"):
+        first.with_name(f"layer-1{end}").write_bytes(first.with_suffix(end).read_bytes())
+    taken, lines = quantized(statistics, **GPTQ)
+    assert digests(alone) == digests(taken)
+    assert any("damaged" in line for line in lines)
+
+
 def test_a_killed_run_with_statistics_goes_on_where_it_was(exported, quantized, statistics, tmp_path, monkeypatch):
     alone, _ = quantized(**ALL)
     quantized(statistics, **ALL)
@@ -183,6 +194,9 @@ def test_a_place_that_cannot_hold_them_is_refused_before_any_work(exported, quan
     for place, found in ((tmp_path / "file", "a file"), (exported, "the artifact"), (exported / "s", "the artifact")):
         with pytest.raises(DtoolError, match=found):
             quantized(place, **GPTQ)
+    for place in (tmp_path / "q", tmp_path / "q" / "s"):
+        with pytest.raises(DtoolError, match="no statistics can be kept"):
+            quantize_artifact(exported, make_recipe(**GPTQ), tmp_path / "q", statistics=place, report=lambda _: None)
 
 
 def test_records_of_the_cache_may_be_anything_of_tensors_and_counts(tmp_path):

@@ -155,3 +155,12 @@ def test_a_recipe_survives_being_written():
 def test_the_source_is_left_alone(text_export, base, tmp_path):
     search(text_export, base(engine=TRT), tmp_path / "mix.toml", "kl", 0.1)
     open_artifact(text_export, check_hashes=True)
+
+
+def test_nothing_to_choose_an_artifact_as_the_place_and_blocks_too_long_are_refused(text_export, base, tmp_path):
+    with pytest.raises(DtoolError, match="nothing to choose between"):
+        search(text_export, base(engine=TRT), tmp_path / "mix.toml", "kl", 0.1, formats=("int8",))
+    with pytest.raises(DtoolError, match="outside artifacts"):
+        search(text_export, base(engine=TRT), text_export / "mix.toml", "kl", 0.1)
+    with pytest.raises(DtoolError, match="longer than the model's positions"):
+        search(text_export, base(engine=TRT), tmp_path / "mix.toml", "kl", 0.1, seq_len=100_000)

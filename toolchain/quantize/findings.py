@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from toolchain.quantize.rounding import RoundedMatrix
     from toolchain.quantize.seen import Seen
 
+FEW_TOKENS = 100
 WORRYING_RATIO = 100.0
 """A static scale of 127 steps leaves the median channel of such an input about one step."""
 
@@ -80,6 +81,14 @@ def warnings(rows: Iterable[Mapping[str, Any]], rounded: Mapping[str, Activation
                 "scale wipes out; activations.excess_channels = 8, granularity token or activations.skip spares it"
             )
     return found
+
+
+def text_warnings(text: Mapping[str, Any] | None) -> list[str]:
+    """What of the calibration text should worry a person; `text`: see `coverage`."""
+    if text is None or text["distinct_tokens"] >= min(FEW_TOKENS, text["tokens"] // 8):
+        return []
+    count = text["distinct_tokens"]
+    return [f"the calibration text has only {count} distinct tokens: give one like what the model will read"]
 
 
 def worst_rows(rows: list[dict[str, Any]], count: int = 3) -> list[str]:

@@ -50,9 +50,11 @@ def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     for override in recipe.overrides:
         match_patterns("overrides.match", override.match, names)
     asked = {name: recipe.of_matrix(name) for name in names}
-    skipped = match_patterns("weights.skip", recipe.weights.skip, names)
-    skipped |= {name for name, (weights, _) in asked.items() if weights.format == "none"}
+    left_out = match_patterns("weights.skip", recipe.weights.skip, names)
+    skipped = left_out | {name for name, (weights, _) in asked.items() if weights.format == "none"}
     notes = []
+    named = {name for override in recipe.overrides if override.weights for name in override.match}
+    notes += [f"an override names {name}, which weights.skip leaves in float" for name in sorted(named & left_out)]
     if tied and (HEAD in skipped or EMBEDDING in skipped):
         if not {HEAD, EMBEDDING} <= skipped:
             notes.append(f"{HEAD} and {EMBEDDING} are one tied matrix: skipping one skips both")
@@ -104,7 +106,8 @@ def _int4_groups(config: DecoderConfig, weights: dict[str, Weights], notes: list
         if group is not None and group != asked[name]:
             smaller.setdefault((group, asked[name]), []).append(name)
     for (group, wanted), names in sorted(smaller.items()):
-        notes.append(f"{len(names)} matrices in groups of {group}: {wanted} does not cut {widths[names[0]]} inputs")
+        width = widths[names[0]]
+        notes.append(f"{len(names)} matrices in groups of {group}: {wanted} does not cut {width} inputs in two or more")
     return {name: group for name, group in groups.items() if group is not None}
 
 

@@ -50,12 +50,16 @@ def quantization_page(document: dict[str, Any]) -> Page:
             worst[layer] = min(worst.get(layer, math.inf), row[key])
     bars = Bars(f"worst matrix of each layer ({what})", "dB", tuple((f"layer {i}", db) for i, db in worst.items()))
     left = ", ".join(document["not_quantized"]) or "nothing"
+    centered, overrides = document["centered"], recipe["overrides"]
     facts = (
-        ("weights", _section(recipe["weights"])),
+        ("weights", _weights(recipe["weights"], rows)),
         ("activations", _section(recipe["activations"])),
+        ("overrides", "; ".join(f"{', '.join(o['match'])}: {_override(o)}" for o in overrides) or "none"),
+        ("means taken apart", f"of {len(centered)} products" if centered else "none"),
         ("rotation", ", ".join(name for name, on in recipe["rotation"].items() if on) or "none"),
         ("smoothing", _section(recipe["smoothing"])),
         ("KV cache", _section(recipe["kv_cache"])),
+        ("KV cache in float", ", ".join(recipe["kv_cache"]["skip"]) or "no layer of it"),
         ("bits per parameter", f"{document['bits_per_parameter']:.2f}, scales included"),
         ("left in float", left),
         ("calibration text", _coverage(document["calibration"])),
@@ -76,6 +80,19 @@ def _coverage(found: dict[str, Any] | None) -> str:
         return "none was needed"
     share = 100 * found["vocabulary_share"]
     return f"{found['samples']} x {found['seq_len']} tokens, {found['distinct_tokens']} distinct ({share:.1f} %)"
+
+
+def _weights(section: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The section in a line, with the group sizes that the matrices got."""
+    groups = sorted({row["group_size"] for row in rows if row["group_size"]})
+    line = _section({key: value for key, value in section.items() if key != "group_size"})
+    return f"{line}, groups of {' and '.join(map(str, groups))}" if groups else line
+
+
+def _override(override: dict[str, Any]) -> str:
+    settings = {**override["weights"]}, {**override["activations"]}
+    parts = (("weights", settings[0]), ("activations", settings[1]))
+    return ", ".join(f"{name} {key} {value}" for name, part in parts for key, value in part.items())
 
 
 def _section(section: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ def quantize_artifact(
     """
     check_output(out, force=force, source=source)
     if statistics is not None:
-        check_statistics(statistics)
+        check_statistics(statistics, out)
     exported = open_artifact(source, ("export",), later=WEIGHTS)
     if not recipe.quantizes:
         raise DtoolError("the recipe quantizes nothing", expected="weights.format or kv_cache.format other than none")
@@ -92,9 +92,9 @@ def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
     return calibration_blocks(exported.path, recipe, DecoderConfig.model_validate(exported.json("decoder.json")))
 
 
-def check_statistics(folder: Path) -> None:
-    """Refuse a place for statistics that is no folder or lies in an artifact, before any work."""
-    inside = enclosing_artifact(folder)
+def check_statistics(folder: Path, out: Path) -> None:
+    """Refuse a place for statistics that is no folder, or lies in an artifact or in the output, before any work."""
+    inside = out if out.resolve() in (folder.resolve(), *folder.resolve().parents) else enclosing_artifact(folder)
     if inside is not None or (folder.exists() and not folder.is_dir()):
         raise DtoolError(
             f"no statistics can be kept in {folder}",
@@ -131,7 +131,7 @@ def _open_progress(out: Path, key: str, report: Callable[[str], None]) -> Any:
 def _write_weights(job: Job, draft: Draft) -> dict[str, TensorEntry]:
     """Stream the weights through the quantizer into the new file, at most one layer in memory at a time."""
     from toolchain.quantize.excess import survey_excess
-    from toolchain.quantize.findings import coverage, warnings, worst_rows
+    from toolchain.quantize.findings import coverage, text_warnings, warnings, worst_rows
     from toolchain.quantize.stream import QuantizedStream
 
     stream = QuantizedStream(replace(job, excess=survey_excess(job)))
@@ -139,9 +139,10 @@ def _write_weights(job: Job, draft: Draft) -> dict[str, TensorEntry]:
     path = draft.path / WEIGHTS
     chunks = (tensor_bytes(tensor) for tensor in stream.tensors())
     draft.known_sha256[WEIGHTS] = write_stream(path, header, chunks)
-    found = warnings(stream.rows, job.plan.rounded, job.held_in)
+    text = coverage(job.blocks, job.config.vocab_size)
+    found = warnings(stream.rows, job.plan.rounded, job.held_in) + text_warnings(text)
     document = {"matrices": stream.rows, "not_quantized": list(job.plan.skipped), "warnings": found}
-    document |= {"calibration": coverage(job.blocks, job.config.vocab_size), "identity_error": stream.identity_error}
+    document |= {"centered": list(job.plan.centered), "calibration": text, "identity_error": stream.identity_error}
     draft.write_json(QUANTIZATION, document)
     for line in found:
         job.report(f"warning: {line}")

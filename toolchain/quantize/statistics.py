@@ -5,7 +5,7 @@ set apart before it is seen, and the versions: all of it is the key. Formats, sm
 recipe that differs in those alone finds every layer here: the same numbers, so the same bytes.
 
     DIR/KEY/layer-3.safetensors    a part: records of tensors under NAME/FIELD, and the first text as it enters
-    DIR/KEY/layer-3.sha256         its digest: a part that does not have it was torn or altered, and is made again
+    DIR/KEY/layer-3.sha256         its seal, of digest, key and name: a part without it was torn, altered or moved
 
 A record is a tensor, or a dataclass of tensors, counts and None. A part serves where it has every field that is not
 None in what is asked for; what it lacks is seen again and kept beside what it has. One part is in memory at a time.
@@ -60,7 +60,7 @@ class Statistics:
             self.folder.mkdir(parents=True, exist_ok=True)
             digest = write_stream(partial, header, chunks())
             partial.replace(path)
-            write_atomic(self.folder / f"{part}.sha256", digest.encode())
+            write_atomic(self.folder / f"{part}.sha256", self._seal(part, digest).encode())
         except OSError as error:
             raise DtoolError(
                 f"statistics cannot be kept in {self.folder}",
@@ -71,13 +71,17 @@ class Statistics:
         finally:
             partial.unlink(missing_ok=True)
 
+    def _seal(self, part: str, digest: str) -> str:
+        """What proves a part whole, and in its own place."""
+        return hash_json([self.folder.name, part, digest])
+
     def _entries(self, part: str) -> dict[str, TensorEntry]:
         """The tensors of a part by name; none where it is not there, or not whole, which is told."""
         path, digest = self.folder / f"{part}.safetensors", self.folder / f"{part}.sha256"
         if not path.is_file() and not digest.is_file():
             return {}
         try:
-            if path.is_file() and digest.is_file() and hash_file(path) == digest.read_text("utf-8"):
+            if path.is_file() and self._seal(part, hash_file(path)) == digest.read_text("utf-8"):
                 return read_header(path)
         except (OSError, ValueError, DtoolError):
             pass

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolchain.artifact import Artifact, open_artifact, write_atomic
+from toolchain.artifact import Artifact, enclosing_artifact, open_artifact, write_atomic
 from toolchain.errors import DtoolError
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.job import plan_recipe
@@ -102,11 +102,12 @@ def search_formats(
 
 
 def _check_out(out: Path) -> None:
-    if out.exists() or not out.resolve().parent.is_dir():
-        found = "something is there" if out.exists() else "no such folder"
+    inside = enclosing_artifact(out)
+    if out.exists() or inside or not out.resolve().parent.is_dir():
+        found = f"the artifact {inside}" if inside else "something is there" if out.exists() else "no such folder"
         raise DtoolError(
-            f"the recipe cannot be written to {out}", expected="a free path in a folder", found=found,
-            fix="choose another path",
+            f"the recipe cannot be written to {out}", expected="a free path in a folder, outside artifacts",
+            found=found, fix="choose another path",
         )  # fmt: skip
 
 
@@ -117,6 +118,14 @@ def held_out_text(exported: Artifact, recipe: Recipe, question: Question) -> tup
     text the first. Raises DtoolError when it is too short.
     """
     c, own = recipe.calibration, question.text in (None, recipe.calibration.data)
+    positions = int(exported.json("decoder.json")["max_position_embeddings"])
+    if question.seq_len > positions:
+        raise DtoolError(
+            "the blocks to measure on are longer than the model's positions",
+            expected=f"--seq-len of at most {positions}",
+            found=str(question.seq_len),
+            fix="measure on shorter blocks",
+        )
     path = find_data(question.text or c.data)
     taken, seq_len, seed = (c.samples, c.seq_len, c.seed) if own else (0, question.seq_len, 0)
     chat = own and c.chat

@@ -70,6 +70,13 @@ def choose_formats(recipe: Recipe, asked: Iterable[str]) -> tuple[str, ...]:
         others = ("int4", "none") if base.startswith(("int8", "fp8")) else ("int4", "int8", "none")
         asked = tuple(fmt for fmt in others if not lacking(fmt, recipe.engine))
     formats = tuple(dict.fromkeys((base, *asked)))
+    if len(formats) < 2:
+        raise DtoolError(
+            "there is nothing to choose between",
+            expected="two formats or more, the base recipe's among them",
+            found=base,
+            fix="name others with --formats, or take an engine that has more: --set engine.backend=tensorrt-rtx",
+        )
     for fmt in formats:
         reason = lacking(fmt, recipe.engine)
         if reason:
