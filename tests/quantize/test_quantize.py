@@ -111,7 +111,7 @@ def test_a_group_that_does_not_fit_is_made_smaller_and_told_or_refused(exported,
     plan = plan_quantization(config, make_recipe(weights={"format": "int4"}))
     assert plan.groups["model.layers.0.mlp.down_proj"] == 64
     assert plan.groups["model.layers.0.self_attn.qkv_proj"] == 32
-    assert "6 matrices in groups of 32: 128 does not cut 64 inputs" in plan.notes
+    assert "6 matrices in groups of 32: 128 does not cut 64 inputs in two or more" in plan.notes
     with pytest.raises(DtoolError, match="cannot be stored as int4"):
         plan_quantization(config.model_copy(update={"hidden_size": 80}), make_recipe(weights={"format": "int4"}))
 
