@@ -117,6 +117,16 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def text_export(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The float32 export of the checkpoint with a tokenizer."""
+    from toolchain.export.stage import export_checkpoint
+
+    out = tmp_path_factory.mktemp("text") / "export"
+    export_checkpoint(tiny_text, make_recipe(), out, report=lambda _: None)
+    return out
+
+
+@pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Calibration and evaluation text of two kinds, made of seeded words."""
     import json

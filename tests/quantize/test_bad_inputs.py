@@ -34,13 +34,6 @@ RTX = {
 GOOD = '{"text": "' + "some words of a text " * 40 + '"}\n'
 
 
-@pytest.fixture(scope="session")
-def text_export(tiny_text, tmp_path_factory):
-    out = tmp_path_factory.mktemp("bad") / "onnx"
-    export_checkpoint(tiny_text, make_recipe(), out, report=lambda _: None)
-    return out
-
-
 @pytest.fixture
 def nothing_is_read(monkeypatch):
     """Reading a weight, or a layer, fails the test."""

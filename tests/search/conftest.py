@@ -1,16 +1,8 @@
-"""A tiny tied checkpoint with a tokenizer, its export, and recipes over seeded words."""
+"""Recipes over seeded words."""
 
 import pytest
 
 from tests.conftest import make_recipe
-from toolchain.export.stage import export_checkpoint
-
-
-@pytest.fixture(scope="session")
-def text_export(tiny_text, tmp_path_factory):
-    out = tmp_path_factory.mktemp("search") / "export"
-    export_checkpoint(tiny_text, make_recipe(), out, report=lambda _: None)
-    return out
 
 
 @pytest.fixture
