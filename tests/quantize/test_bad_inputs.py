@@ -235,7 +235,7 @@ def test_run_finds_what_its_engine_cannot_take_before_the_export(sections, said,
     ],
 )
 def test_absurd_numbers_are_refused_by_their_key(section, key, value):
-    with pytest.raises(DtoolError, match=rf"{section}\.{key}: .*got {value}"):
+    with pytest.raises(DtoolError, match=rf"{section}\.{key}\n.*expected: .*\n.*found: +{value}\n.*to do: "):
         make_recipe(**{section: {key: value}})
 
 
