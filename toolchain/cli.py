@@ -95,12 +95,14 @@ def quantize(
     source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, as_json: bool, html: Path | None, **how: Any
 ) -> None:
     """Exported artifact -> the same graphs with integer weights, activations and cache, and what that lost."""
-    from toolchain.engine.preflight import check_formats
+    from toolchain.engine.preflight import check_formats, quantized_notes
     from toolchain.quantize.report import quantization_document, quantization_page
     from toolchain.quantize.stage import quantize_artifact
 
     recipe = load(recipe_name, overrides, "quantize")
     check_formats(recipe)
+    for line in quantized_notes(recipe):
+        say(f"note: {line}")
     artifact = quantize_artifact(source, recipe, out, **how, report=say)
     document = quantization_document(artifact)
     show(document, lambda: quantization_page(document), as_json=as_json, html=html)
