@@ -133,7 +133,7 @@ def test_several_faults_are_told_at_once_each_by_its_key():
     with pytest.raises(DtoolError) as failure:
         parse_recipe({"schema_version": 1} | sections, "mine.toml")
     assert failure.value.problem.endswith(": about, weights.format, calibration.samples")
-    assert failure.value.found.split("\n")[1].strip() == "weights.format: 'int9'"
+    assert failure.value.found.split("\n")[1] == "weights.format: 'int9'"
 
 
 def test_overrides_that_do_not_go_together_are_refused_where_they_meet():

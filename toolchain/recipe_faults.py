@@ -50,7 +50,7 @@ def invalid_recipe(origin: str, faults: Sequence[Fault]) -> DtoolError:
     heads = [f"{fault.key}: " if len(faults) > 1 else "" for fault in faults]
 
     def lines(part: str) -> str:
-        return "\n            ".join(head + getattr(fault, part) for head, fault in zip(heads, faults, strict=True))
+        return "\n".join(head + getattr(fault, part) for head, fault in zip(heads, faults, strict=True))
 
     return DtoolError(
         f"{origin} is not a valid recipe: {keys}", expected=lines("expected"), found=lines("found"), fix=lines("fix")

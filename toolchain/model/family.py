@@ -153,7 +153,7 @@ def read_config(
         raise DtoolError(
             "config.json describes no decoder dtool can build",
             expected="a decoder of the supported mechanisms",
-            found="\n            ".join(lines)[:2000],
+            found="\n".join(lines)[:2000],
             fix="check config.json; dtool never builds something near it",
         ) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

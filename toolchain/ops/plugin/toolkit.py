@@ -157,6 +157,6 @@ def _run(command: Sequence[str | Path], cwd: Path) -> str:
     raise DtoolError(
         "the plugin does not compile here",
         expected=f"{name} with a C++17 compiler (g++ or clang++) and the CUDA headers",
-        found="\n            ".join(errors[:_LOG_LINES] or lines[-_LOG_LINES:]) or f"exit status {done.returncode}",
+        found="\n".join(errors[:_LOG_LINES] or lines[-_LOG_LINES:]) or f"exit status {done.returncode}",
         fix="install the compiler that nvcc looks for, or report these lines",
     )
