@@ -52,7 +52,12 @@ def quantize_artifact(
         check_statistics(statistics, out)
     exported = open_artifact(source, ("export",), later=WEIGHTS)
     if not recipe.quantizes:
-        raise DtoolError("the recipe quantizes nothing", expected="weights.format or kv_cache.format other than none")
+        raise DtoolError(
+            "the recipe quantizes nothing",
+            expected="weights.format or kv_cache.format other than none",
+            found="both none, in overrides too",
+            fix="--set weights.format=int8, or leave the quantize stage out",
+        )
     job = replace(plan_job(exported, recipe), report=report)
     for note in job.notes:
         report(f"note: {note}")

@@ -149,7 +149,12 @@ def _run(command: Sequence[str | Path], cwd: Path) -> str:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DtoolError(f"{name} could not be run", expected="a compiler that ends", found=str(error)) from error
+        raise DtoolError(
+            f"{name} could not be run",
+            expected="a compiler that ends",
+            found=str(error),
+            fix="check the compiler's installation, or take a library built elsewhere: --plugin-library FILE",
+        ) from error
     if done.returncode == 0:
         return done.stdout
     lines = [line.strip()[:500] for line in (done.stdout + done.stderr).splitlines() if line.strip()]
