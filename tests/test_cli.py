@@ -269,6 +269,20 @@ def test_mistakes_end_at_once_with_what_to_do(tiny_text, tmp_path, arguments, co
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("quantize", ()), ("run", ()), ("build-engine", ()), ("search", ("--budget-kl", "1"))],
+)
+def test_what_does_nothing_is_told_by_the_command_it_is_for(command, options, tmp_path):
+    changes = ("kv_cache.format=none", "engine.attention=native")
+    sets = [part for change in changes for part in ("--set", change)]
+    _, err = call(command, tmp_path / "none", "-r", "int8", *sets, *options, "-o", tmp_path / "out", code=1)
+    told = [line for line in err.splitlines() if line.startswith("note: ") and " do" in line]
+    cache, engine = "note: kv_cache.granularity does nothing", "note: engine.attention does nothing"
+    assert any(line.startswith(cache) for line in told) == (command != "build-engine")
+    assert any(line.startswith(engine) for line in told) == (command in ("run", "build-engine"))
+
+
 def test_full_disk_is_explained_and_leaves_nothing(tiny_text, recipe, tmp_path):
     script = """
         import resource, runpy, signal

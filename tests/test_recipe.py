@@ -28,19 +28,25 @@ def test_every_recipe_in_the_folder_is_valid_and_names_no_model(name):
         ({"kv_cache": {"scale": "percentile", "percentile": 0.0}}, ["kv_cache.percentile"]),
         ({"kv_cache": {"scale": "percentile", "percentile": 100.1}}, ["kv_cache.percentile"]),
         ({"kv_cache": {"scale": "percentile", "percentile": float("nan")}}, ["kv_cache.percentile"]),
-        ({"kv_cache": {"scale": "mse", "percentile": 99.0}}, ["percentile does not go with scale mse"]),
+        (
+            {"kv_cache": {"scale": "mse", "percentile": 99.0}},
+            ["kv_cache.percentile", "99.0 with scale mse", "set scale to percentile"],
+        ),
         (
             {"kv_cache": {"format": "int8", "granularity": "token", "scale": "mse"}},
-            ["scale mse is for static scales", 'granularity = "head"'],
+            ["kv_cache.scale", "amax with granularity token", "mse", "granularity to head"],
         ),
-        ({"smoothing": {"keys": True}}, ["smoothing.keys is for a quantized cache", "kv_cache.format"]),
+        ({"smoothing": {"keys": True}}, ["smoothing.keys", "a quantized cache", "kv_cache.format none"]),
         ({"smoothing": {"keys": "yes"}}, ["smoothing.keys"]),
         (
             {"weights": {"format": "int8", "algorithm": "stored"}, "kv_cache": {"format": "int8"}}
             | {"smoothing": {"keys": True}},
-            ["smoothing.keys does not go with weights.algorithm stored"],
+            ["weights.algorithm", "other than stored with smoothing.keys"],
         ),
-        ({"activations": {"format": "int8"}}, ["activations.format int8 needs weights.format int8"]),
+        (
+            {"activations": {"format": "int8"}},
+            ["activations.format", "with weights.format none", "set weights.format to int8 too"],
+        ),
         ({"schema_version": 2}, ["schema_version"]),
         ({"compute_dtype": "int8"}, ["compute_dtype"]),
         ({"parity": {"eager": {"kl_mean": float("nan")}}}, ["parity.eager.kl_mean"]),
@@ -52,6 +58,175 @@ def test_mistakes_are_named_with_near_matches(change, texts):
         parse_recipe(GOOD | change, "mine.toml")
     for text in ["mine.toml", *texts]:
         assert text in str(failure.value)
+
+
+STATIC = {"weights": {"format": "int8"}, "activations": {"format": "int8", "granularity": "tensor"}}
+LONG = "x" * 500
+FAULTS = {
+    "a string for a list": ({"weights": {"skip": "lm_head"}}, "weights.skip", 'set weights.skip to ["lm_head"]'),
+    "a number in a list": ({"weights": {"skip": [1]}}, "weights.skip.0", "such a value"),
+    "a string for a number": ({"calibration": {"samples": "5"}}, "calibration.samples", "such a value"),
+    "a fraction": ({"calibration": {"samples": 1.5}}, "calibration.samples", "such a value"),
+    "a number for true": ({"smoothing": {"keys": 1}}, "smoothing.keys", "such a value"),
+    "a number for text": ({"about": 3}, "about", "such a value"),
+    "a value for a section": ({"weights": "int8"}, "weights", "write [weights]"),
+    "a section for a value": ({"weights": {"format": {"a": LONG}}}, "weights.format", "such a value"),
+    "a section for a list": ({"overrides": {"match": [LONG]}}, "overrides", "such a value"),
+    "another word": ({"weights": {"format": LONG}}, "weights.format", "such a value"),
+    "out of range": ({"kv_cache": {"percentile": 200.0}}, "kv_cache.percentile", "such a value"),
+    "not finite": ({"parity": {"eager": {"kl_mean": float("inf")}}}, "parity.eager.kl_mean", "such a value"),
+    "an unknown key": ({"calibration": {"smaples": 5}}, "calibration.smaples", "did you mean samples?"),
+    "an unknown section": ({"kv_cahce": {"a": LONG}}, "kv_cahce", "did you mean kv_cache?"),
+    "an unknown key of an override": (
+        {"overrides": [{"match": ["*"], "weights": {"formt": LONG}}]},
+        "overrides.0.weights.formt",
+        "did you mean format?",
+    ),
+    "a missing key": ({"overrides": [{"weights": {"clip": "amax"}}]}, "overrides.0.match", "add overrides.0.match"),
+    "another word in an override": (
+        {"overrides": [{"match": ["*"], "weights": {"clip": "amx"}}]},
+        "overrides.0.weights.clip",
+        "such a value",
+    ),
+    "a misfit in an override": (
+        {"overrides": [{"match": ["*"], "weights": {"format": "int4", "granularity": "tensor"}}]},
+        "overrides.0.weights.granularity",
+        "set granularity to group",
+    ),
+    "two sides": (STATIC | {"weights": {"format": "fp8_e4m3"}}, "activations.format", "weights.format to int8 too"),
+    "two sides of an override": (
+        STATIC | {"overrides": [{"match": [LONG], "weights": {"format": "fp8_e4m3"}}]},
+        "overrides.0.activations.format",
+        "activations.format to none",
+    ),
+    "an alpha": ({"smoothing": {"alpha": "serach"}}, "smoothing.alpha", "0.5"),
+    "alpha without algorithm": ({"smoothing": {"alpha": "search"}}, "smoothing.alpha", "set algorithm to"),
+    "groups": ({"weights": {"format": "int8", "granularity": "group"}}, "weights.granularity", "channel or tensor"),
+    "stored and clipped": ({"weights": {"algorithm": "stored", "clip": "search"}}, "weights.clip", "clip to amax"),
+    "stored and rotated": (
+        {"weights": {"format": "int8", "algorithm": "stored"}, "rotation": {"stream": True}},
+        "weights.algorithm",
+        "leave out a rotation",
+    ),
+    "excess": ({"activations": {"excess_channels": 8}}, "activations.excess_channels", "excess_channels to 0"),
+    "a range": ({"engine": {"batch": {"min": 3}}}, "engine.batch", "in this order"),
+    "a budget": ({"engine": {"weight_streaming_budget_mb": 5}}, "engine.weight_streaming_budget_mb", "or leave"),
+}
+
+
+@pytest.mark.parametrize(("change", "key", "fix"), FAULTS.values(), ids=FAULTS)
+def test_every_fault_is_short_and_says_key_expected_found_and_fix(change, key, fix):
+    with pytest.raises(DtoolError) as failure:
+        parse_recipe(GOOD | change, "mine.toml")
+    error = failure.value
+    assert error.problem == f"mine.toml is not a valid recipe: {key}"
+    assert error.expected
+    assert error.found
+    assert fix in error.fix
+    said = str(error)
+    assert len(said) < 400
+    assert not [word for word in ("pydantic", "alidation error", "Value error", "tuple", "Input", "{") if word in said]
+
+
+def test_several_faults_are_told_at_once_each_by_its_key():
+    sections = {"weights": {"format": "int9"}, "calibration": {"samples": 0}}
+    with pytest.raises(DtoolError) as failure:
+        parse_recipe({"schema_version": 1} | sections, "mine.toml")
+    assert failure.value.problem.endswith(": about, weights.format, calibration.samples")
+    assert failure.value.found.split("\n")[1] == "weights.format: 'int9'"
+
+
+def test_overrides_that_do_not_go_together_are_refused_where_they_meet():
+    fp8 = {"match": ["*.mlp.*"], "weights": {"format": "fp8_e4m3"}, "activations": {"format": "none"}}
+    for second, key in (
+        ({"match": ["*"], "activations": {"format": "int8"}}, "activations.format"),
+        ({"match": ["*.down_proj"], "activations": {"excess_channels": 2}}, "activations.excess_channels"),
+    ):
+        recipe = parse_recipe(GOOD | STATIC | {"overrides": [fp8, second]}, "mine.toml")
+        assert recipe.of_matrix("model.layers.0.self_attn.o_proj")[0].format == "int8"
+        with pytest.raises(DtoolError) as failure:
+            recipe.of_matrix("model.layers.0.mlp.down_proj")
+        assert key in failure.value.problem
+        assert "model.layers.0.mlp.down_proj" in failure.value.problem
+        assert failure.value.fix
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_nothing_of_a_recipe_in_the_folder_is_idle(name):
+    assert load_recipe(name).idle(["export", "quantize", "engine"]) == []
+
+
+CACHE = "kv_cache.granularity does nothing with kv_cache.format none"
+TEXT = "calibration.data, calibration.samples, calibration.seq_len do nothing where nothing is measured on text"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("int8", ["kv_cache.format=none"], [CACHE, TEXT]),
+        ("int8", ["kv_cache.format=none", "weights.format=none"],
+         ["weights.granularity, weights.algorithm do nothing with weights.format none", CACHE, TEXT]),
+        ("int8", ["kv_cache.percentile=99.9"], ["kv_cache.percentile does nothing with kv_cache.scale amax"]),
+        ("fp32", ["kv_cache.scale=mse", 'kv_cache.skip=["*"]'],
+         ["kv_cache.scale, kv_cache.skip do nothing with kv_cache.format none"]),
+        ("fp32", ["kv_cache.skip=[]", "activations.center=false", "weights.skip=[]", "calibration.chat=false"], []),
+        ("int8", ["weights.refinements=3", "weights.group_size=64"],
+         ["weights.group_size does nothing with weights.format int8",
+          "weights.refinements does nothing with weights.algorithm rtn"]),
+        ("int4-rtx", ["weights.refinements=3", "weights.algorithm=gptq", "weights.group_size=64"], []),
+        ("int8", ["smoothing.alpha=0.3"], ["smoothing.alpha does nothing with smoothing.algorithm none"]),
+        ("int8", ["smoothing.alpha=0.3", "smoothing.algorithm=awq"], []),
+        ("int8-rtx", ["activations.format=none"],
+         ["activations.granularity does nothing with activations.format none"]),
+        ("int8", ["weights.format=none", "weights.algorithm=stored"],
+         ["weights.granularity does nothing with weights.format none"]),
+        ("fp32", ["rotation.stream=true"], ["rotation.stream does nothing where nothing is quantized"]),
+        ("int8-rtx", ["engine.backend=onnxruntime"],
+         ["engine.targets, engine.attention, engine.layout do nothing with engine.backend onnxruntime"]),
+        ("fp16-rtx", ["engine.timing_cache=true"],
+         ["engine.timing_cache does nothing with engine.backend tensorrt-rtx"]),
+    ],
+)  # fmt: skip
+def test_what_was_set_and_does_nothing_is_told(name, changes, told):
+    assert load_recipe(name, changes).idle(["quantize", "engine"]) == told
+
+
+OVERRIDE = {"match": ["*.mlp.*"]}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([{"weights": {"algorithm": "gptq"}}], ["weights.group_size"]),
+        ([{"weights": {"format": "int4"}}], ["weights.refinements"]),
+        ([{"weights": {"format": "int4"}}, {"weights": {"algorithm": "gptq"}}], []),
+        ([{"weights": {"format": "none", "clip": "search", "granularity": "channel"}}],
+         ["weights.group_size", "weights.refinements", "overrides.0.weights.clip"]),
+        ([{"weights": {"clip": "search"}}, {"weights": {"format": "none"}}],
+         ["weights.group_size", "weights.refinements"]),
+        ([{"activations": {"granularity": "tensor"}}],
+         ["weights.group_size", "weights.refinements", "overrides.0.activations.granularity"]),
+    ],
+)  # fmt: skip
+def test_what_an_override_has_a_use_for_is_not_idle(overrides, told):
+    weights = {"format": "int8", "group_size": 64, "refinements": 3}
+    document = GOOD | {"weights": weights, "overrides": [OVERRIDE | override for override in overrides]}
+    found = parse_recipe(document, "mine.toml").idle(["quantize"])
+    assert [line.partition(" ")[0] for line in found] == told
+
+
+def test_what_a_search_may_try_is_not_idle():
+    changes = [
+        "weights.group_size=32",
+        "weights.clip=search",
+        "activations.granularity=tensor",
+        "calibration.samples=4",
+    ]
+    recipe = load_recipe("fp32", changes)
+    assert recipe.idle(["quantize"], ["int8:int8", "int4"]) == []
+    assert [line.partition(" ")[0] for line in recipe.idle(["quantize"], ["int8"])] == [
+        "weights.group_size", "activations.granularity"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

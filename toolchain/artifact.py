@@ -169,9 +169,8 @@ def _read_manifest(path: Path) -> Manifest:
             )
         return Manifest.model_validate(document)
     except (ValueError, AttributeError) as error:
-        raise DtoolError(
-            f"{path} cannot be read", expected="a manifest written by dtool", found=str(error).splitlines()[0]
-        ) from error
+        found, fix = str(error).splitlines()[0], "make the artifact again"
+        raise DtoolError(f"{path} cannot be read", expected="a manifest of dtool", found=found, fix=fix) from error
 
 
 def verify_files(artifact: Artifact, *, check_hashes: bool, later: str = "") -> None:
@@ -272,17 +271,17 @@ def enclosing_artifact(folder: Path) -> Path | None:
 
 def check_page(path: Path) -> None:
     """Refuse a path for an HTML page that exists and is no page of ours, lies in an artifact, or cannot be written."""
-    folder = path.resolve().parent
+    folder, found = path.resolve().parent, ""
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         found = "a folder that cannot be written" if folder.exists() else "no such folder"
-        raise DtoolError(f"no page can be written to {path}", expected="a writable folder", found=found)
-    inside = enclosing_artifact(folder)
-    if inside is not None:
+    elif (inside := enclosing_artifact(folder)) is not None:
+        found = f"it would lie in an artifact, {inside}"
+    if found:
         raise DtoolError(
-            f"the page {path} would lie in an artifact",
-            expected="a path outside artifacts, which hold what their manifest lists",
-            found=f"the artifact {inside}",
-            fix="choose a path beside it",
+            f"no page can be written to {path}",
+            expected="a writable folder outside artifacts, which hold what their manifest lists",
+            found=found,
+            fix="choose another path",
         )
     if path.exists() and (not path.is_file() or PAGE_MARK not in path.read_bytes()[:1000].decode("utf-8", "replace")):
         raise DtoolError(

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from toolchain.errors import DtoolError
-from toolchain.options import FOLDER, FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, STATISTICS, say, show
+from toolchain.options import FOLDER, FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, STATISTICS, load, say, show
 
 
 @contextlib.contextmanager
@@ -69,9 +69,8 @@ def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, 
     from toolchain.artifact import check_output
     from toolchain.export.stage import contract_tables, export_checkpoint
     from toolchain.model.config import DecoderConfig
-    from toolchain.recipe import load_recipe
 
-    recipe = load_recipe(recipe_name, overrides)
+    recipe = load(recipe_name, overrides)
     check_output(out, force=force, source=Path(model) if Path(model).exists() else None)
     with _opened(model) as folder:
         artifact = export_checkpoint(folder, recipe, out, force=force, report=say)
@@ -96,13 +95,14 @@ def quantize(
     source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, as_json: bool, html: Path | None, **how: Any
 ) -> None:
     """Exported artifact -> the same graphs with integer weights, activations and cache, and what that lost."""
-    from toolchain.engine.preflight import check_formats
+    from toolchain.engine.preflight import check_formats, quantized_notes
     from toolchain.quantize.report import quantization_document, quantization_page
     from toolchain.quantize.stage import quantize_artifact
-    from toolchain.recipe import load_recipe
 
-    recipe = load_recipe(recipe_name, overrides)
+    recipe = load(recipe_name, overrides, "quantize")
     check_formats(recipe)
+    for line in quantized_notes(recipe):
+        say(f"note: {line}")
     artifact = quantize_artifact(source, recipe, out, **how, report=say)
     document = quantization_document(artifact)
     show(document, lambda: quantization_page(document), as_json=as_json, html=html)
@@ -127,14 +127,14 @@ def quantize(
 @HTML
 def search(source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, as_json: bool, **asked: Any) -> None:
     """Export and a budget -> the recipe of the cheapest mix of formats that meets it. Exit 3: none was found to."""
-    from toolchain.recipe import load_recipe
     from toolchain.search.budget import make_question
     from toolchain.search.report import require_passed, search_document, search_page
     from toolchain.search.stage import search_formats
 
     html = asked.pop("html")
     question = make_question(**asked)
-    result = search_formats(source, load_recipe(recipe_name, overrides), question, out, report=say)
+    recipe = load(recipe_name, overrides, "quantize", tried=question.formats or ("int4", "int8"))
+    result = search_formats(source, recipe, question, out, report=say)
     show(search_document(result), lambda: search_page(result), as_json=as_json, html=html)
     say(f"written to {out}")
     require_passed(result)
@@ -163,9 +163,8 @@ def build_engine_command(
     from toolchain.artifact import TIMINGS
     from toolchain.engine.report import page
     from toolchain.engine.stage import build_engine
-    from toolchain.recipe import load_recipe
 
-    recipe = load_recipe(recipe_name, overrides)
+    recipe = load(recipe_name, overrides, "engine")
     artifact = build_engine(source, recipe, out, force=force, plugin_libraries=plugin_libraries, report=say)
     document, timings = artifact.json("report.json"), json.loads((artifact.path / TIMINGS).read_text("utf-8"))
     show(document, lambda: page(document, timings), as_json=as_json, html=html)
@@ -190,9 +189,8 @@ def build_plugin_command(
     build-engine there with --plugin-library. Needs no GPU.
     """
     from toolchain.engine.plugin import build_plugin_for, plugin_page
-    from toolchain.recipe import load_recipe
 
-    description = build_plugin_for(source, load_recipe(recipe_name, overrides), out, force=force, report=say)
+    description = build_plugin_for(source, load(recipe_name, overrides), out, force=force, report=say)
     show(description, lambda: plugin_page(description), as_json=as_json, html=None)
     say(f"written to {out}")
 
@@ -216,14 +214,13 @@ def parity(
 ) -> None:
     """Prove an artifact against fp32 torch and against its own exact arithmetic. Exit 3: a gate failed."""
     from toolchain.errors import GateFailed
-    from toolchain.parity.stage import run_parity
-    from toolchain.recipe import load_recipe
+    from toolchain.parity.stage import WAYS_OUT, run_parity
 
     with _opened(model) as folder:
-        result = run_parity(candidate, load_recipe(recipe_name, overrides), model=folder, source=source, report=say)
+        result = run_parity(candidate, load(recipe_name, overrides), model=folder, source=source, report=say)
     show(result.document(), result.page, as_json=as_json, html=html)
     if result.verdict != "passed":
-        raise GateFailed("parity failed", found=result.failure_text())
+        raise GateFailed("parity failed", found=result.failure_text(), fix=WAYS_OUT)
 
 
 @dtool.command()
@@ -244,9 +241,7 @@ def bench(
     html: Path | None,
 ) -> None:
     """Time an engine against eager torch in one interleaved run, or what exporting a checkpoint costs."""
-    from toolchain.recipe import load_recipe
-
-    recipe = load_recipe(recipe_name, overrides)
+    recipe = load(recipe_name, overrides)
     if stage == "export":
         from toolchain.bench.export_cost import cost_page, measure_export
 
@@ -324,9 +319,8 @@ def run(
 ) -> None:
     """All stages of a recipe, resumable: export, quantize, build-engine, parity, bench."""
     from toolchain.pipeline import run_pipeline, summary_page
-    from toolchain.recipe import load_recipe
 
-    recipe = load_recipe(recipe_name, overrides)
+    recipe = load(recipe_name, overrides, "quantize", "engine")
     with _opened(model) as folder:
         result = run_pipeline(folder, recipe, out, bench=not no_bench, report=say, **options)
     show(result.document(), lambda: summary_page(result, recipe), as_json=as_json, html=None)

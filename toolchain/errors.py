@@ -20,9 +20,10 @@ class DtoolError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The message as the command line prints it, one aligned line per part."""
+        """The message as the command line prints it, the lines of each part aligned."""
         parts = [("expected", self.expected), ("found", self.found), ("to do", self.fix)]
-        return "\n".join([self.problem, *(f"  {name + ':':<10}{text}" for name, text in parts if text)])
+        lines = (f"  {name + ':':<10}{text}".replace("\n", "\n" + " " * 12) for name, text in parts if text)
+        return "\n".join([self.problem, *lines])
 
 
 class GateFailed(DtoolError):

@@ -3,7 +3,7 @@
 Heavy imports stand inside the functions, so that `dtool --help` is instant.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,16 @@ HTML = click.option("--html", type=FOLDER, callback=_check_page, help="Also writ
 def say(line: str) -> None:
     """Progress goes to stderr, so that stdout holds results alone."""
     click.echo(line, err=True)
+
+
+def load(name: str, overrides: Iterable[str], *stages: str, tried: Iterable[str] = ()) -> Any:
+    """The recipe a command was given; what of it does nothing in these stages is told (`Recipe.idle`)."""
+    from toolchain.recipe import load_recipe
+
+    recipe = load_recipe(name, overrides)
+    for line in recipe.idle(stages, tried):
+        say(f"note: {line}")
+    return recipe
 
 
 def show(document: Any, page: Callable[[], Any], *, as_json: bool, html: Path | None) -> None:

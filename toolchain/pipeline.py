@@ -17,7 +17,8 @@ from toolchain.recipe import Recipe, find_data
 from toolchain.report import Page, Table, render_html
 
 Report = Callable[[str], None]
-OURS = ("export", "quantized", "engine", "parity", "bench", "statistics")
+PROOFS = ("parity", "bench")
+OURS = ("export", "quantized", "engine", *PROOFS, "statistics")
 """First parts of the names a run writes, and of a folder that a user may give."""
 
 
@@ -51,9 +52,17 @@ class _Stages:
             self.report(f"{name}: reused, nothing it depends on has changed")
         else:
             self.report(f"{name}: working")
+            self._forget_proofs()
             found = make(folder, folder.exists())
         self.artifacts[name] = found
         return found
+
+    def _forget_proofs(self) -> None:
+        """Remove what an earlier run found out about an engine that is now made again."""
+        for path in (self.out / f"{name}.{end}" for name in PROOFS for end in ("json", "html")):
+            if path.is_file():
+                path.unlink()
+                self.report(f"{path.name}: removed, it was of what is made again")
 
 
 def run_pipeline(
@@ -162,7 +171,7 @@ def reusable(folder: Path, key: str, report: Report) -> Artifact | None:
 def _parity(candidate: Artifact, source: Artifact, model: Path, recipe: Recipe, out: Path, report: Report) -> Any:
     import json
 
-    from toolchain.parity.stage import run_parity
+    from toolchain.parity.stage import WAYS_OUT, run_parity
 
     key = hash_json({"candidate": candidate.identity, "parity": recipe.parity.model_dump(mode="json")})
     path = out / "parity.json"
@@ -176,7 +185,7 @@ def _parity(candidate: Artifact, source: Artifact, model: Path, recipe: Recipe, 
     document = result.document() | {"key": key}
     write_report(out, "parity", document, result.page())
     if result.verdict != "passed":
-        raise GateFailed("parity failed", found=result.failure_text(), fix=f"see {out / 'parity.html'}")
+        raise GateFailed("parity failed", found=result.failure_text(), fix=f"see {out / 'parity.html'}; {WAYS_OUT}")
     return document
 
 

@@ -6,13 +6,14 @@ combinations are refused with the key's path and near matches; `--set section.ke
 
 import fnmatch
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
 from toolchain.errors import DtoolError, did_you_mean
+from toolchain.recipe_faults import Misfit, faults_of, invalid_recipe, misfit, shown
 from toolchain.recipe_sections import (
     Activations,
     Bench,
@@ -45,6 +46,41 @@ BACKEND_MODULES = {
 """Per engine.backend: the Python module it needs, and the extra of dtool that installs it."""
 
 
+EMBEDDED = ("backend", "batch", "prompt_len", "kv_capacity")
+"""What of [engine] the embedded backend goes by."""
+CODES = ("int8", "fp8_e4m3", "int4")
+NEEDS: dict[str, tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...]] = {
+    "weights": (
+        (("granularity", "group_size", "algorithm", "clip", "refinements", "skip"), "weights.format", CODES),
+        (("group_size",), "weights.format", ("int4",)),
+        (("refinements",), "weights.algorithm", ("gptq",)),
+    ),
+    "activations": (
+        (("granularity", "skip"), "activations.format", CODES),
+        (("center",), "weights.format", CODES),
+    ),
+    "smoothing": (
+        (("algorithm", "alpha"), "weights.format", CODES),
+        (("alpha",), "smoothing.algorithm", ("smoothquant", "awq")),
+    ),
+    "kv_cache": (
+        (("granularity", "scale", "percentile", "skip"), "kv_cache.format", CODES),
+        (("percentile",), "kv_cache.scale", ("percentile",)),
+    ),
+    "engine": (
+        (
+            tuple(name for name in Engine.model_fields if name not in EMBEDDED),
+            "engine.backend",
+            ("tensorrt", "tensorrt-rtx"),
+        ),
+        (("timing_cache",), "engine.backend", ("tensorrt",)),
+    ),
+}
+"""By section: settings, and the values of another one that they need to do anything."""
+ASK_NOTHING = ((), [], None, "none", "stored")
+"""Values that are as asked wherever nothing is done; stored scales may be those of the cache alone."""
+
+
 class Recipe(Section, frozen=True):
     """A whole recipe with every default filled in."""
 
@@ -66,30 +102,49 @@ class Recipe(Section, frozen=True):
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
-        for override in ((), *((override,) for override in self.overrides)):
-            weights, activations = (section.format for section in self._with(override))
-            if activations not in ("none", weights):
-                where = f" for {', '.join(override[0].match)}" if override else ""
-                raise ValueError(
-                    f"activations.format {activations} needs weights.format {activations}, not {weights}{where}: "
-                    "both sides of a product have one format"
-                )
-            self._stored_as_they_are(override)
+        self._stored_as_they_are((), self._together(())[0])
+        for i, override in enumerate(self.overrides):
+            self._stored_as_they_are((override,), self._together((override,), f"overrides.{i}")[0])
         if self.smoothing.keys and self.kv_cache.format == "none":
-            raise ValueError("smoothing.keys is for a quantized cache: set kv_cache.format, or leave it out")
+            raise misfit(
+                "smoothing.keys",
+                expected="a quantized cache, whose keys it is for",
+                found="kv_cache.format none",
+                fix="set kv_cache.format to int8 or fp8_e4m3, or smoothing.keys to false",
+            )
         return self
 
-    def _stored_as_they_are(self, override: tuple[Override, ...]) -> None:
+    def _together(self, overrides: Iterable[Override], place: str = "") -> tuple[Weights, Activations]:
+        """What `_with` gives. Raises Misfit, with keys under `place`, where it is no valid pair of sections."""
+        head = f"{place}." if place else ""
+        try:
+            weights, activations = self._with(overrides)
+        except pydantic.ValidationError as error:
+            raise Misfit(*faults_of(error, Weights, head + error.title.lower())) from error
+        if activations.format not in ("none", weights.format):
+            raise misfit(
+                f"{head}activations.format",
+                expected="none, or weights.format: both sides of a product have one format",
+                found=f"{activations.format} with weights.format {weights.format}",
+                fix=f"set weights.format to {activations.format} too, or activations.format to none",
+            )
+        return weights, activations
+
+    def _stored_as_they_are(self, override: tuple[Override, ...], weights: Weights) -> None:
         changed = {
             f"smoothing.algorithm {self.smoothing.algorithm}": self.smoothing.algorithm != "none",
             "smoothing.keys": self.smoothing.keys,
             "a rotation": self.rotation.is_on,
             "an override of weights": bool(override and override[0].weights),
         }
-        stored = any(weights.algorithm == "stored" for weights in (self.weights, self._with(override)[0]))
-        if stored and any(changed.values()):
+        if "stored" in (self.weights.algorithm, weights.algorithm) and any(changed.values()):
             what = ", ".join(name for name, there in changed.items() if there)
-            raise ValueError(f"{what} does not go with weights.algorithm stored: other weights have other codes")
+            raise misfit(
+                "weights.algorithm",
+                expected=f"other than stored with {what}: other weights have other codes",
+                found="stored",
+                fix=f"set it to rtn or gptq, or leave out {what}",
+            )
 
     def _with(self, overrides: Iterable[Override]) -> tuple[Weights, Activations]:
         changed = [self.weights.model_dump(exclude_unset=True), self.activations.model_dump(exclude_unset=True)]
@@ -104,8 +159,15 @@ class Recipe(Section, frozen=True):
         return Weights.model_validate(changed[0]), Activations.model_validate(changed[1])
 
     def of_matrix(self, name: str) -> tuple[Weights, Activations]:
-        """How the matrix `name` and the input of its product are stored, overrides applied; `skip` is not looked at."""
-        return self._with(o for o in self.overrides if any(fnmatch.fnmatchcase(name, p) for p in o.match))
+        """How the matrix `name` and the input of its product are stored, overrides applied; `skip` is not looked at.
+
+        Raises DtoolError where overrides that match it do not go together.
+        """
+        matching = [o for o in self.overrides if any(fnmatch.fnmatchcase(name, p) for p in o.match)]
+        try:
+            return self._together(matching)
+        except Misfit as error:  # each override alone is possible, but several match
+            raise invalid_recipe(f"what the overrides together make of {name}", error.faults) from error
 
     @property
     def variants(self) -> tuple[tuple[Weights, Activations], ...]:
@@ -124,6 +186,51 @@ class Recipe(Section, frozen=True):
         changed = self.rotation.is_on or self.smoothing.is_on  # and checked on text to be an identity
         return measured or changed or self.kv_cache.is_static
 
+    def idle(self, stages: Iterable[str], tried: Iterable[str] = ()) -> list[str]:
+        """What was set for these stages and does nothing beside other settings, in lines; defaults are never told.
+
+        `tried`: formats that a search may give to matrices, as `int4` or `int8:int8`; it reads calibration text too.
+        """
+        searched, lines = tuple(tried), []
+        for section in (name for stage in stages for name in STAGE_SECTIONS[stage]):
+            for at, said in self._said(section):
+                place = section if at is None else f"overrides.{at}.{section}"
+                keys = [name for name, value in said.items() if value is not False and value not in ASK_NOTHING]
+                for names, needed, values in NEEDS.get(section, ()):
+                    found = self._values(needed, at, searched)
+                    idle = [name for name in names if name in keys and not set(found) & set(values)]
+                    keys = [name for name in keys if name not in idle]
+                    lines += _told(place, idle, f"with {needed} {' or '.join(found)}")
+                if section == "calibration" and not (searched or (self.quantizes and self.needs_calibration)):
+                    lines += _told(place, keys, "where nothing is measured on text")
+                if section == "rotation" and not (searched or self.quantizes):
+                    lines += _told(place, keys, "where nothing is quantized")
+        return lines
+
+    def _said(self, section: str) -> Iterator[tuple[int | None, dict[str, Any]]]:
+        """What was set in a section, then in each override of it, with the override's place in the list."""
+        own = getattr(self, section)
+        if isinstance(own, Section):
+            fields = type(own).model_fields
+            yield None, {name: getattr(own, name) for name in fields if name in own.model_fields_set}
+        if section in ("weights", "activations"):
+            for i, override in enumerate(self.overrides):  # a granularity of weights follows from the format there
+                said = getattr(override, section).items()
+                yield i, {name: value for name, value in said if (section, name) != ("weights", "granularity")}
+
+    def _values(self, key: str, at: int | None, tried: Iterable[str]) -> list[str]:
+        """What `key` may be for a matrix that the section alone rules, or the override at the place `at` too."""
+        section, name = key.split(".")
+        said = [getattr(override, section, {}).get(name) for override in self.overrides]
+        if at is not None and said[at] is not None:
+            said = said[at:]  # later ones win
+        else:
+            said.insert(0, getattr(getattr(self, section), name))
+        if at is None and name == "format" and section in ("weights", "activations"):
+            parts = [fmt.partition(":")[0 if section == "weights" else 2] for fmt in tried]
+            said += [part or "none" for part in parts]
+        return list(dict.fromkeys(value for value in said if value is not None))
+
     def sections(self, stage: str) -> dict[str, Any]:
         """The part of the recipe that shapes the output of `stage`, as plain JSON types."""
         return self.model_dump(mode="json", include=set(STAGE_SECTIONS[stage]))
@@ -138,10 +245,15 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DtoolError(f"{path} is not valid TOML", found=str(error)) from error
+        raise DtoolError(
+            f"{path} is not valid TOML",
+            expected="key = value and [section] lines",
+            found=str(error),
+            fix="mend that line",
+        ) from error
     for override in overrides:
         _apply_override(document, override)
-    return parse_recipe(document, str(path))
+    return parse_recipe(document, f"{path} with what --set changes" if overrides else str(path))
 
 
 def parse_recipe(document: dict[str, Any], origin: str) -> Recipe:
@@ -149,10 +261,7 @@ def parse_recipe(document: dict[str, Any], origin: str) -> Recipe:
     try:
         return Recipe.model_validate(document)
     except pydantic.ValidationError as error:
-        lines = [_explain(item) for item in error.errors()]
-        raise DtoolError(
-            f"{origin} is not a valid recipe", found="\n            ".join(lines), fix="mend the keys named"
-        ) from error
+        raise invalid_recipe(origin, list(faults_of(error, Recipe))) from error
 
 
 def find_recipe(name: str) -> Path:
@@ -163,7 +272,12 @@ def find_recipe(name: str) -> Path:
     known = {p.stem: p for p in sorted(RECIPES_DIR.glob("*.toml"))}
     if name in known:
         return known[name]
-    raise DtoolError(f"no recipe {name!r}", expected="a .toml file or a recipe's name", fix=did_you_mean(name, known))
+    raise DtoolError(
+        f"no recipe {name!r}",
+        expected="a .toml file or a recipe's name",
+        found="neither",
+        fix=did_you_mean(name, known),
+    )
 
 
 def find_data(name: str) -> Path:
@@ -182,7 +296,12 @@ def find_data(name: str) -> Path:
 def _apply_override(document: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals:
-        raise DtoolError(f"--set {override!r} has no value", expected="section.key=value")
+        raise DtoolError(
+            f"--set {override!r} has no value",
+            expected="section.key=value",
+            found=override,
+            fix="for example --set weights.format=int8",
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -192,17 +311,16 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
-            raise DtoolError(f"--set {key}: {section!r} is a value, not a section")
+            raise DtoolError(
+                f"--set {key}: {section!r} is a value, not a section",
+                expected="section.key=value",
+                found=f"{section} = {shown(table)}",
+                fix=f"set {section} itself, or a key of another section",
+            )
     table[last] = value
 
 
-def _explain(item: Any) -> str:
-    where = ".".join(str(part) for part in item["loc"]) or "recipe"
-    if item["type"] != "extra_forbidden":
-        return f"{where}: {item['msg']} (got {item['input']!r})"
-    model: Any = Recipe
-    for part in item["loc"][:-1]:
-        if isinstance(part, str):  # else a place in a list of sections
-            annotation = model.model_fields[part].annotation
-            model = next(iter(get_args(annotation)), annotation)
-    return f"{where}: unknown key; {did_you_mean(str(item['loc'][-1]), model.model_fields)}"
+def _told(place: str, names: Sequence[str], where: str) -> list[str]:
+    """The line that tells of idle settings, where there are any."""
+    keys = ", ".join(f"{place}.{name}" for name in names)
+    return [f"{keys} {'does' if len(names) == 1 else 'do'} nothing {where}"] if names else []

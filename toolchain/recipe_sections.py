@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 import pydantic
 
-from toolchain.errors import did_you_mean
+from toolchain.recipe_faults import Misfit, misfit, shown, unknown_key
 
 
 class Section(pydantic.BaseModel, frozen=True, extra="forbid", strict=True):
@@ -49,9 +49,20 @@ class Weights(Section, frozen=True):
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
         if (self.format == "int4") != (self.granularity == "group"):
-            raise ValueError(f"granularity {self.granularity} does not go with format {self.format}: int4 is in groups")
+            expected = "group" if self.format == "int4" else "channel or tensor"
+            raise misfit(
+                "granularity",
+                expected=f"{expected} with format {self.format}: int4 is in groups, other formats are not",
+                found=self.granularity,
+                fix=f"set granularity to {expected}, or another format",
+            )
         if self.algorithm == "stored" and self.clip != "amax":
-            raise ValueError(f"clip {self.clip} does not go with algorithm stored: the scales are the checkpoint's own")
+            raise misfit(
+                "clip",
+                expected="amax with algorithm stored: the scales are the checkpoint's own",
+                found=self.clip,
+                fix="set clip to amax, or algorithm to rtn or gptq",
+            )
         return self
 
 
@@ -75,8 +86,12 @@ class Activations(Section, frozen=True):
     @pydantic.model_validator(mode="after")
     def _excess_is_of_a_static_scale(self) -> Self:
         if self.excess_channels and not self.is_static:
-            found = f"format {self.format}, granularity {self.granularity}"
-            raise ValueError(f"excess_channels is for static scales (a format and granularity tensor), not for {found}")
+            raise misfit(
+                "excess_channels",
+                expected="0, or static scales: a format, and granularity tensor",
+                found=f"{self.excess_channels} with format {self.format}, granularity {self.granularity}",
+                fix="set format and granularity to these, or excess_channels to 0",
+            )
         return self
 
     @property
@@ -98,12 +113,23 @@ class Override(Section, frozen=True):
     @pydantic.model_validator(mode="after")
     def _says_something(self) -> Self:
         if not self.match or not (self.weights or self.activations):
-            raise ValueError("an override needs match and weights or activations")
-        if "skip" in self.weights or "skip" in self.activations:
-            raise ValueError('skip belongs to the sections; an override leaves matrices out with format = "none"')
-        for given, section in ((self.weights, Weights), (self.activations, Activations)):
-            for key in set(given) - set(section.model_fields):
-                raise ValueError(f"unknown key {key!r}; {did_you_mean(key, section.model_fields)}")
+            found = "no match" if not self.match else "neither weights nor activations"
+            raise misfit(
+                "",
+                expected="match, and weights or activations",
+                found=found,
+                fix="say which matrices, and what of them",
+            )
+        for name, given, section in (
+            ("weights", self.weights, Weights),
+            ("activations", self.activations, Activations),
+        ):
+            known = set(section.model_fields) - {"skip"}
+            if "skip" in given:
+                fix = 'leave matrices out with format = "none"'
+                raise misfit(f"{name}.skip", expected="skip in the section alone", found="it in an override", fix=fix)
+            if unknown := sorted(set(given) - known):
+                raise Misfit(*(unknown_key(f"{name}.{key}", known) for key in unknown))
         return self
 
 
@@ -127,7 +153,7 @@ class Rotation(Section, frozen=True):
 def _alpha(value: Any) -> Any:
     if value == "search" or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1):
         return value
-    raise ValueError('should be a number from 0 to 1, or "search"')
+    raise misfit("", expected='a number from 0 to 1, or "search"', found=shown(value), fix="0.5 is a good first choice")
 
 
 class Smoothing(Section, frozen=True):
@@ -145,7 +171,12 @@ class Smoothing(Section, frozen=True):
     @pydantic.model_validator(mode="after")
     def _alpha_is_used(self) -> Self:
         if self.algorithm == "none" and self.alpha == "search":
-            raise ValueError('alpha "search" needs an algorithm: smoothquant or awq')
+            raise misfit(
+                "alpha",
+                expected="an algorithm to search it for",
+                found="algorithm none",
+                fix="set algorithm to smoothquant or awq, or alpha to a number",
+            )
         return self
 
     @property
@@ -172,12 +203,17 @@ class KVCache(Section, frozen=True):
     @pydantic.model_validator(mode="after")
     def _scale_is_static(self) -> Self:
         if self.granularity == "token" and self.scale != "amax":
-            raise ValueError(
-                f'scale {self.scale} is for static scales: a token\'s own is of its largest value; set scale = "amax", '
-                'or granularity = "head"'
+            raise misfit(
+                "scale",
+                expected="amax with granularity token: a token's own scale is of its largest value",
+                found=self.scale,
+                fix="set scale to amax, or granularity to head",
             )
         if self.scale != "percentile" and self.percentile != type(self).model_fields["percentile"].default:
-            raise ValueError(f'percentile does not go with scale {self.scale}: set scale = "percentile"')
+            found = f"{self.percentile} with scale {self.scale}"
+            raise misfit(
+                "percentile", expected="scale percentile", found=found, fix="set scale to percentile, or leave this out"
+            )
         return self
 
     @property
@@ -212,7 +248,8 @@ class Range(Section, frozen=True):
     @pydantic.model_validator(mode="after")
     def _ordered(self) -> Self:
         if not self.min <= self.opt <= self.max:
-            raise ValueError(f"min <= opt <= max does not hold: {self.min}, {self.opt}, {self.max}")
+            found = f"min {self.min}, opt {self.opt}, max {self.max}"
+            raise misfit("", expected="min <= opt <= max", found=found, fix="set all three, in this order")
         return self
 
 
@@ -246,7 +283,12 @@ class Engine(Section, frozen=True):
     @pydantic.model_validator(mode="after")
     def _budget_has_a_stream(self) -> Self:
         if self.weight_streaming_budget_mb is not None and not self.weight_streaming:
-            raise ValueError("weight_streaming_budget_mb needs weight_streaming = true")
+            raise misfit(
+                "weight_streaming_budget_mb",
+                expected="weight_streaming true",
+                found="weight_streaming false",
+                fix="set weight_streaming to true, or leave the budget out",
+            )
         return self
 
 

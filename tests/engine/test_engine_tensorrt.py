@@ -172,7 +172,7 @@ def test_tensorrt_rtx_builds_engines_whose_weights_are_streamed(source, make_rec
 
 
 def test_a_budget_without_streaming_is_refused_by_the_recipe(make_recipe):
-    with pytest.raises(DtoolError, match="needs weight_streaming"):
+    with pytest.raises(DtoolError, match=r"weight_streaming_budget_mb\n.*weight_streaming true"):
         parse_recipe({"schema_version": 1, "about": "x", "engine": {"weight_streaming_budget_mb": 5}}, "r")
 
 

@@ -144,6 +144,32 @@ def test_a_broken_cache_alone_fails_the_verdict(exported, recipe, monkeypatch):
     assert report.failure_text() == "self / kv_contract: x 1 values, gate 0"
 
 
+def with_failures(monkeypatch, exported, text_file, *failures):
+    """A report without gates, to which failed rows are added after the fact."""
+    from toolchain.parity.metrics import Row
+
+    added = [
+        Row(reference=name, phase=phase, metric="kl_mean", value=1.0, unit="nats", gate=0, passed=False)
+        for name, phase in failures
+    ]
+    monkeypatch.setattr(stage, "check_kv_contract", lambda *_, **__: added)
+    return run_parity(exported, make_recipe(parity={"data": str(text_file)}), model=None, report=quiet)
+
+
+@pytest.mark.parametrize("failures", [[("self", "self_consistency")], [("fake_quant", "decode")]])
+def test_where_only_decode_departs_the_hint_is_about_decode(failures, exported, text_file, monkeypatch):
+    monkeypatch.setattr("toolchain.parity.bisect.find_divergence", lambda *_: pytest.fail("prefill was searched"))
+    report = with_failures(monkeypatch, exported, text_file, *failures)
+    assert report.divergence == stage.DECODE_DEPARTS
+    assert report.failure_text().endswith(stage.DECODE_DEPARTS)
+
+
+def test_where_prefill_departs_too_the_hint_is_bisects(exported, text_file, monkeypatch):
+    failures = [("self", "self_consistency"), ("fake_quant", "prefill")]
+    report = with_failures(monkeypatch, exported, text_file, *failures)
+    assert report.divergence.startswith("no tensor of the evaluation graph departs from fake_quant")
+
+
 def test_eager_gates_without_a_checkpoint_are_refused(exported, recipe):
     with pytest.raises(DtoolError, match="no eager reference"):
         run_parity(exported, recipe, model=None, report=quiet)

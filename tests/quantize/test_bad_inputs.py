@@ -218,6 +218,24 @@ def test_run_finds_what_its_engine_cannot_take_before_the_export(sections, said,
 
 
 @pytest.mark.parametrize(
+    ("changes", "noted"),
+    [
+        (["weights.format=int4", "weights.granularity=group"], ["backend onnxruntime cannot take weights.format int4"]),
+        (["kv_cache.format=fp8_e4m3"], ["backend onnxruntime cannot take kv_cache.format fp8_e4m3"]),
+        (["engine.backend=tensorrt-rtx", 'engine.targets=["sm89"]', "compute_dtype=float16"],
+         ["tensorrt-rtx with native attention cannot take kv_cache.format int8"]),
+        ([], []),
+    ],
+)  # fmt: skip
+def test_quantize_notes_first_what_no_engine_of_the_recipe_takes(changes, noted, tmp_path):
+    sets = [part for change in changes for part in ("--set", change)]
+    _, err = call("quantize", tmp_path / "none", "-r", "int8", *sets, "-o", tmp_path / "q", code=1)
+    told = [line for line in err.splitlines() if "build-engine will refuse it" in line]
+    assert len(told) == len(noted)
+    assert all(part in line and "or use " in line for part, line in zip(noted, told, strict=True)), told
+
+
+@pytest.mark.parametrize(
     ("section", "key", "value"),
     [
         ("smoothing", "alpha", 2.0),
@@ -235,7 +253,7 @@ def test_run_finds_what_its_engine_cannot_take_before_the_export(sections, said,
     ],
 )
 def test_absurd_numbers_are_refused_by_their_key(section, key, value):
-    with pytest.raises(DtoolError, match=rf"{section}\.{key}: .*got {value}"):
+    with pytest.raises(DtoolError, match=rf"{section}\.{key}\n.*expected: .*\n.*found: +{value}\n.*to do: "):
         make_recipe(**{section: {key: value}})
 
 

@@ -56,8 +56,8 @@ def test_mixed_graphs_compute_what_torch_does(exported, tmp_path):
     [
         ({"match": ["*.mpl.*"], "weights": {"format": "none"}}, None),
         ({"match": ["*"], "weights": {"formt": "none"}}, "formt"),
-        ({"match": ["*"], "weights": {"skip": ["x"]}}, "skip belongs"),
-        ({"match": []}, "needs match"),
+        ({"match": ["*"], "weights": {"skip": ["x"]}}, "skip in the section alone"),
+        ({"match": []}, "no match"),
         ({"match": ["*"], "activations": {"format": "fp8_e4m3"}}, "both sides"),
     ],
 )
@@ -73,7 +73,7 @@ def test_overrides_that_cannot_be_are_refused(override, found, exported):
 
 @pytest.mark.parametrize("key", ["kv_cache", "weight", "smoothing"])
 def test_an_unknown_key_of_an_override_is_named(key):
-    with pytest.raises(DtoolError, match=rf"overrides\.0\.{key}: unknown key") as caught:
+    with pytest.raises(DtoolError, match=rf"overrides\.0\.{key}\n.*\n.*unknown key") as caught:
         make_recipe(overrides=[{"match": ["*"], "weights": {"format": "int8"}, key: {"format": "none"}}])
     assert "weights" in str(caught.value)
 
@@ -85,7 +85,7 @@ def test_an_override_without_a_static_scale_drops_the_excess(changed, exported):
     recipe = make_recipe(weights={"format": "int8"}, activations=static, overrides=overrides)
     assert recipe.of_matrix("model.layers.0.mlp.down_proj")[1].excess_channels == 0
     assert recipe.of_matrix("model.layers.1.mlp.down_proj")[1].excess_channels == 2
-    with pytest.raises(DtoolError, match="not for format"):
+    with pytest.raises(DtoolError, match=r"overrides\.0\.activations\.excess_channels\n"):
         make_recipe(
             weights={"format": "int8"},
             activations=static,

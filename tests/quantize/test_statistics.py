@@ -1,5 +1,7 @@
 """What calibration saw is kept by content: another recipe takes it from there and gives the bytes it gives alone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -197,6 +199,32 @@ def test_a_place_that_cannot_hold_them_is_refused_before_any_work(exported, quan
     for place in (tmp_path / "q", tmp_path / "q" / "s"):
         with pytest.raises(DtoolError, match="no statistics can be kept"):
             quantize_artifact(exported, make_recipe(**GPTQ), tmp_path / "q", statistics=place, report=lambda _: None)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(exported, quantized, tmp_path, monkeypatch):
+    """A file on the way, and a folder that takes no files even from root."""
+    monkeypatch.setattr(stage_module, "plan_job", None)
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "s", Path("/proc/self"), Path("/proc/self/s")):
+        with pytest.raises(DtoolError, match=f"no statistics can be kept in {place}\n") as failure:
+            quantized(place, **GPTQ)
+        assert failure.value.found
+        assert failure.value.fix
+    with pytest.raises(TypeError):  # the next step
+        quantized(tmp_path / "new" / "s", **GPTQ)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_disk_that_fills_up_on_the_way_is_told_of_the_statistics(quantized, statistics, monkeypatch):
+    def full(path, *_):
+        path.parent.rename(path.parent.with_suffix(".gone"))  # so that nothing can be removed either
+        path.parent.write_text("")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(statistics_module, "write_stream", full)
+    with pytest.raises(DtoolError, match=f"statistics cannot be kept in {statistics}") as failure:
+        quantized(statistics, **GPTQ)
+    assert failure.value.found == "No space left on device"
 
 
 def test_records_of_the_cache_may_be_anything_of_tensors_and_counts(tmp_path):

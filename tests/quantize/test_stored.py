@@ -1,75 +1,22 @@
 """The way of a quantized checkpoint: exported as its numbers, quantized again to its very codes."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
 from tests.conftest import make_recipe, random_ids
-from tests.model.checkpoint_files import edit_tensors
-from tests.model.foreign_writers import CASES, Case, arguments, compressed, write_case
+from tests.model.foreign_writers import CASES, write_case
+from tests.quantize.stored_checkpoints import quiet, rows_of, stored, tensors_of
 from toolchain.artifact import open_artifact
 from toolchain.errors import DtoolError
 from toolchain.export.stage import export_checkpoint, export_key
 from toolchain.model.quantized import dequantize_weight
 from toolchain.numerics import unpack_int4
 from toolchain.quantize.stage import quantize_artifact, quantize_key
-from toolchain.recipe import Recipe
 from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import fake_quant_runner
-from toolchain.tensor_file import read_header, read_tensor
 
-PARTS = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"), "mlp.gate_up_proj": ("gate_proj", "up_proj")}
 SYMMETRIC = [name for name, case in CASES.items() if case.symmetric and case.order == "blocks"]
-SKIP = ["lm_head", "model.embed_tokens"]
-
-
-def quiet(_):
-    pass
-
-
-@pytest.fixture
-def export(monkeypatch, export_with_graphs):
-    """As `export_with_graphs`, for tests that look at tensors alone: no graph is traced or written."""
-    monkeypatch.setattr("toolchain.export.stage.write_graphs", lambda *_: None)
-    monkeypatch.setattr("toolchain.quantize.stage._write_graphs", lambda *_: None)
-    return export_with_graphs
-
-
-@pytest.fixture
-def export_with_graphs(tiny, tmp_path):
-    def export(case, dtype="float32", change=None):
-        """Artifacts of the codes and of the plain numbers, what was written, and the notes."""
-        case = CASES[case] if isinstance(case, str) else case
-        lines: list[str] = []
-        matrices = write_case(tiny[0], tmp_path / "coded", tmp_path / "floats", case)
-        if change is not None:
-            edit_tensors(tmp_path / "coded", change)
-        recipe = make_recipe(compute_dtype=dtype)
-        ours = export_checkpoint(tmp_path / "coded", recipe, tmp_path / "ours", report=lines.append)
-        plain = export_checkpoint(tmp_path / "floats", recipe, tmp_path / "plain", report=quiet)
-        return ours, plain, matrices, "\n".join(lines)
-
-    return export
-
-
-def stored(fmt="int4", dtype="float32", **sections):
-    weights = {"format": fmt, "algorithm": "stored", "skip": SKIP} | ({"group_size": 32} if fmt == "int4" else {})
-    return make_recipe(compute_dtype=dtype, **({"weights": weights} | sections))
-
-
-def tensors_of(artifact, file="weights.safetensors"):
-    return {name: read_tensor(entry) for name, entry in read_header(artifact.path / file).items()}
-
-
-def rows_of(module, matrices):
-    """What was written for one of our modules, its parts one below the other: codes and scales."""
-    layer, _, _ = module.partition(".self_attn" if ".self_attn" in module else ".mlp")
-    path = module.removeprefix(f"{layer}.")
-    names = PARTS.get(path, (path.split(".")[1],))
-    parts = [matrices[f"{layer}.{path.split('.')[0]}.{name}"] for name in names]
-    return torch.cat([p.signed() for p in parts]), torch.cat([p.scale.float() for p in parts])
 
 
 # ---- export ----
@@ -285,116 +232,25 @@ def test_channels_of_zeros_keep_their_codes_whatever_their_scale(export, tmp_pat
     assert float(found[f"{name}.weight_scale"][3]) > 0
 
 
-# ---- refusals ----
-
-
 @pytest.mark.parametrize(
-    ("name", "recipe", "expected", "found", "fix"),
+    ("name", "activations"),
     [
-        ("gptq", stored("int8"), "int8", "int4", "weights.format=int4"),
-        ("int_dynamic", stored("int4"), "int4", "int8", "weights.format=int8"),
-        (
-            "gptq",
-            make_recipe(weights={"format": "int4", "algorithm": "stored", "group_size": 64}),
-            "groups of 64",
-            "groups of 32",
-            "weights.group_size=32",
-        ),
-        (
-            "int_dynamic",
-            make_recipe(weights={"format": "int8", "algorithm": "stored", "granularity": "tensor"}),
-            "a scale for each tensor",
-            "a scale for each channel",
-            "weights.granularity=channel",
-        ),
-        (
-            "int_dynamic",
-            make_recipe(weights={"format": "int8", "algorithm": "stored", "skip": ["lm_head"]}),
-            "stored scales of model.embed_tokens",
-            "none",
-            'weights.skip=["lm_head", "model.embed_tokens"]',
-        ),
+        ("int_static", {"format": "int8", "center": True}),
+        ("int_static", {"center": True}),
+        ("int_dynamic", {"format": "int8", "granularity": "tensor", "center": True, "excess_channels": 2}),
     ],
 )
-def test_a_recipe_that_asks_for_other_codes_is_refused_with_both(name, recipe, expected, found, fix, export, tmp_path):
-    ours, _, _, _ = export(name)
-    with pytest.raises(DtoolError) as failure:
-        quantize_artifact(ours.path, recipe, tmp_path / "q", report=quiet)
-    assert expected in failure.value.expected
-    assert found in failure.value.found
-    assert fix in failure.value.fix
-    assert "weights.algorithm=rtn" in failure.value.fix
-    assert not (tmp_path / "q").exists()
-
-
-def test_int8_in_groups_is_refused_as_targets_take_channels(export, tmp_path):
-    case = Case(
-        "packed",
-        compressed("pack-quantized", arguments(strategy="group", group_size=32)),
-        bits=8,
-        group=32,
-    )
-    ours, _, _, _ = export(case)
-    with pytest.raises(DtoolError) as failure:
-        quantize_artifact(ours.path, stored("int8"), tmp_path / "q", report=quiet)
-    assert ("a scale for each channel" in failure.value.expected, "groups of 32" in failure.value.found) == (True, True)
-    plain = make_recipe(weights={"format": "int8"})
-    assert quantize_artifact(ours.path, plain, tmp_path / "r", report=quiet).manifest.stage == "quantize"
-
-
-def test_an_export_of_floats_has_no_stored_scales(exported, tmp_path):
-    with pytest.raises(DtoolError, match="a checkpoint of floats"):
-        quantize_artifact(exported, stored("int8"), tmp_path / "q", report=quiet)
-
-
-def test_smoothing_and_searched_clipping_do_not_go_with_stored_scales():
-    for sections, text in (
-        ({"smoothing": {"algorithm": "awq"}}, "smoothing.algorithm awq"),
-        ({"weights": {"format": "int8", "algorithm": "stored", "clip": "search"}}, "clip search"),
-    ):
-        document = {"weights": {"format": "int8", "algorithm": "stored"}} | sections
-        with pytest.raises(DtoolError, match=text):
-            make_recipe(**document)
-
-
-def test_a_scale_the_compute_type_cannot_hold_is_refused(export, tmp_path):
-    name = "model.layers.0.mlp.down_proj"
-
-    def change(tensors):
-        scale = tensors[f"{name}.weight_scale"].float()
-        scale[5] = 1.1e-6
-        return tensors | {f"{name}.weight_scale": scale}
-
-    ours, _, _, _ = export("int_dynamic", "float16", change=change)
-    with pytest.raises(DtoolError, match="does not fit float16") as failure:
-        quantize_artifact(ours.path, stored("int8", "float16"), tmp_path / "q", report=quiet)
-    assert "bfloat16" in failure.value.fix
-
-
-def test_weights_that_are_not_of_their_scales_are_refused(export, tmp_path):
-    from tests.conftest import seal
-
-    ours, _, _, _ = export("int_dynamic")
-    entry = read_header(ours.path / "weights.safetensors")["model.layers.1.mlp.down_proj.weight"]
-    with entry.path.open("r+b") as stream:
-        stream.seek(entry.offset)
-        stream.write(np.float32(0.123456).tobytes())
-    seal(ours.path)
-    with pytest.raises(DtoolError, match="not those of the stored scales"):
-        quantize_artifact(ours.path, stored("int8"), tmp_path / "q", report=quiet)
-
-
-def test_run_refuses_other_codes_before_any_work(tiny, texts, tmp_path):
-    from toolchain.pipeline import check_inputs
-
-    write_case(tiny[0], tmp_path / "coded", tmp_path / "floats", CASES["gptq"])
-    engine = {"backend": "onnxruntime", "kv_capacity": 64, "prompt_len": {"min": 1, "opt": 8, "max": 64}}
-    base = stored("int8").model_dump(mode="json") | {"engine": engine}
-    recipe = Recipe.model_validate(json.loads(json.dumps(base | {"parity": {"data": str(texts["evaluation"])}})))
-    with pytest.raises(DtoolError, match="do not agree"):
-        check_inputs(tmp_path / "coded", recipe, tmp_path / "out")
-    with pytest.raises(DtoolError, match="a checkpoint of floats"):
-        check_inputs(tiny[0], recipe, tmp_path / "out")
+@pytest.mark.usefixtures("random_calibration")
+def test_stored_codes_stay_what_they_are_beside_means_and_excess(name, activations, export_with_graphs, tmp_path):
+    ours, _, matrices, _ = export_with_graphs(name)
+    artifact = quantize_artifact(ours.path, stored("int8", activations=activations), tmp_path / "q", report=quiet)
+    found, module = tensors_of(artifact), "model.layers.0.mlp.down_proj"
+    assert torch.equal(found[f"{module}.weight"], rows_of(module, matrices)[0])
+    assert found[f"{module}.output_offset"].shape == (64,)
+    ids, lengths = random_ids(9, 2, 12), np.array([12, 9])
+    runners = (OnnxRunner(artifact), fake_quant_runner(artifact.path))
+    ours_, theirs = (r.step(r.new_state(2, 16), ids, lengths, "prefill") for r in runners)
+    assert float(np.median(abs(ours_ - theirs))) <= 1e-4
 
 
 def test_reopened_artifacts_are_whole(export, tmp_path):

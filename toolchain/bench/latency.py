@@ -224,7 +224,12 @@ def check_cases(runner: Runner, bench: Bench) -> None:
     limits = getattr(runner, "limits", Limits())
     longest = max(bench.prompt_lens, default=0)
     if longest < 1 or min(bench.prompt_lens) < 1:
-        raise DtoolError("bench.prompt_lens has nothing to time", expected="lengths of 1 or more", found=str(longest))
+        raise DtoolError(
+            "bench.prompt_lens has nothing to time",
+            expected="lengths of 1 or more",
+            found=str(longest),
+            fix="--set 'bench.prompt_lens=[32, 256]'",
+        )
     bounds = (
         ("bench.batch", bench.batch, limits.max_batch),
         ("the longest of bench.prompt_lens", longest, limits.max_prompt),

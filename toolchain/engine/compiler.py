@@ -162,7 +162,7 @@ def child_environment(folder: Path) -> dict[str, str]:
 def _explain_failure(request: BuildRequest, status: int) -> DtoolError:
     log = request.path("log").read_text("utf-8", "replace")
     lines = [line.strip()[:500] for line in log.splitlines() if line.strip()]
-    last = "\n            ".join(lines[-LOG_LINES:]) or "no message"
+    last = "\n".join(lines[-LOG_LINES:]) or "no message"
     fix = next((text for pattern, text in _FIXES if pattern.search(log)), "")
     name, compiler = request.onnx.stem, NAMES[request.backend]
     if status == REFUSED:

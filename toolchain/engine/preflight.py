@@ -1,7 +1,7 @@
 """What can be refused before any work: sizes, targets and libraries here, the rules of the graphs in `rules`."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,14 @@ def check_recipe(recipe: Recipe) -> None:
     _targets(engine)
     require_backend(engine.backend)
     check_formats(recipe)
+    for refusal in engine_refusals(recipe):
+        raise refusal
+
+
+def engine_refusals(recipe: Recipe) -> Iterator[DtoolError]:
+    """The formats of a recipe that its engine cannot take on any target."""
+    engine = recipe.engine
+    attention = "" if engine.backend == "onnxruntime" else f" with {engine.attention} attention"
     for key, fmt in _asked_formats(recipe):
         if engine.backend == "onnxruntime":
             possible, fix = ("float32",) if key == "compute_dtype" else ("none", "int8"), "a TensorRT backend"
@@ -57,12 +65,18 @@ def check_recipe(recipe: Recipe) -> None:
         else:
             continue
         if fmt not in possible:
-            raise DtoolError(
-                f"engine.backend {engine.backend} with {engine.attention} attention cannot take {key} {fmt}",
+            yield DtoolError(
+                f"engine.backend {engine.backend}{attention} cannot take {key} {fmt}",
                 expected=f"{key} {' or '.join(possible)}",
                 found=fmt,
                 fix=f"--set {key}={possible[-1]}, or use {fix}",
             )
+
+
+def quantized_notes(recipe: Recipe) -> list[str]:
+    """What to know before quantizing formats that the recipe's engine cannot take."""
+    runs = "parity and generate run the quantized artifact, build-engine will refuse it"
+    return [f"{refusal.problem}: {runs} ({refusal.fix})" for refusal in engine_refusals(recipe)]
 
 
 def _asked_formats(recipe: Recipe) -> list[tuple[str, str]]:

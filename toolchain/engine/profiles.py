@@ -29,7 +29,12 @@ def build_profile(contract: GraphIO, engine: Engine, tokens: Range) -> Profile:
         dims = [engine.kv_capacity if dim == "capacity" else dim for dim in spec.shape]
         unknown = [dim for dim in dims if isinstance(dim, str) and dim not in ranges]
         if unknown:
-            raise DtoolError(f"input {spec.name} has a dimension {unknown[0]!r} that no range of the recipe fills")
+            raise DtoolError(
+                f"input {spec.name} has a dimension {unknown[0]!r} that no range of the recipe fills",
+                expected="batch, T or capacity",
+                found=f"{unknown[0]}",
+                fix="export the model again with this version of dtool",
+            )
         if any(isinstance(dim, str) for dim in dims):
             smallest, usual, largest = (
                 tuple(getattr(ranges[dim], end) if isinstance(dim, str) else dim for dim in dims)

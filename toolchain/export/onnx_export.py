@@ -315,7 +315,12 @@ class _Stamper:
         if name not in self.used:
             tensor = self.available.get(name, value.const_value)
             if tensor is None:
-                raise DtoolError(f"the graph needs {name!r}, which no weight fills")
+                raise DtoolError(
+                    f"the graph needs {name!r}, which no weight fills",
+                    expected="a tensor of that name in the checkpoint",
+                    found="none",
+                    fix="this is a fault of dtool with this model: please report it",
+                )
             self.used[name] = ir.Value(
                 name=name, const_value=tensor, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape)
             )

@@ -133,7 +133,12 @@ def source_documents(source: TextSource, archive: Path) -> list[str]:
         text = normalise_text(decode(members[name]), source.normalise)
         first, last = source.chars or (0, len(text))
         if len(text) < last:
-            raise DtoolError(f"{source.id}: {name} is short", expected=f"{last} characters", found=str(len(text)))
+            raise DtoolError(
+                f"{source.id}: {name} is short",
+                expected=f"{last} characters",
+                found=str(len(text)),
+                fix="another release of that package came: run the command again, or name your own text in the recipe",
+            )
         parts.append(text[first:last].strip("\n"))
     return split_documents("\n\n".join(parts))
 

@@ -162,7 +162,12 @@ def config_from_gguf(gguf: Gguf) -> Config:
     architecture = architecture_of(gguf)
     heads = gguf.size("attention.head_count")
     if "token_embd.weight" not in gguf.tensors:
-        raise DtoolError(f"{gguf.path} is incomplete", expected="the tensor token_embd.weight", found="none such")
+        raise DtoolError(
+            f"{gguf.path} is incomplete",
+            expected="the tensor token_embd.weight",
+            found="none such",
+            fix="download the file again",
+        )
     token = "tokenizer.ggml.{}_token_id".format
     common = {
         "architectures": [architecture.causal_lm],

@@ -104,7 +104,12 @@ def open_gguf(path: Path) -> Gguf:
         for key_value in reader.fields.values():
             key_value.contents()
     except OSError as error:
-        raise DtoolError(f"{path} cannot be read", found=str(error)) from error
+        raise DtoolError(
+            f"{path} cannot be read",
+            expected="a GGUF file that can be read",
+            found=str(error),
+            fix="check its path and permissions",
+        ) from error
     except Exception as error:  # of numpy and the package, about their own arrays
         raise DtoolError(
             f"{path} cannot be read",
@@ -174,7 +179,12 @@ def read_pieces(
             count = min(step, last - row)
             data = stream.read(count * row_bytes)
             if len(data) != count * row_bytes:
-                raise DtoolError(f"{gguf.path} is cut", expected=f"{tensor.n_bytes} bytes of {name}", found="the end")
+                raise DtoolError(
+                    f"{gguf.path} is cut",
+                    expected=f"{tensor.n_bytes} bytes of {name}",
+                    found="the end",
+                    fix="download the file again",
+                )
             yield np.frombuffer(data, np.uint8).reshape(count, row_bytes)
 
 

@@ -79,6 +79,7 @@ def open_checkpoint(folder: Path, context_len: int | None = None) -> Checkpoint:
             f"{folder} is not a checkpoint",
             expected="a folder",
             found="a file" if folder.exists() else "no such folder",
+            fix="give the folder that holds config.json and *.safetensors, a .gguf file, or org/name of the hub",
         )
     notes: list[str] = []
     document, scheme = read_quantized_config(folder, notes)
@@ -122,7 +123,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DtoolError(f"{path} is not JSON", found=str(error), fix="download the file again") from error
     if not isinstance(document, dict):
-        raise DtoolError(f"{path} is not a JSON object", found=type(document).__name__)
+        raise DtoolError(
+            f"{path} is not a JSON object",
+            expected="{ ... }",
+            found=type(document).__name__,
+            fix="download the file again",
+        )
     return document
 
 
@@ -139,7 +145,12 @@ def _read_tensors(folder: Path, notes: list[str]) -> dict[str, TensorEntry]:
         else:
             continue
         if not stored:
-            raise DtoolError(f"{folder} holds no tensors", expected="weights", found="an empty index or file")
+            raise DtoolError(
+                f"{folder} holds no tensors",
+                expected="weights",
+                found="an empty index or file",
+                fix="download the weights again",
+            )
         used = {entry.path.name for entry in stored.values()}
         unread = sorted(p.name for p in folder.iterdir() if p.suffix in WEIGHT_FILES and p.name not in used)
         if unread:

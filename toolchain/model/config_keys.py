@@ -95,7 +95,12 @@ class Keys:
         value, name = self.given(key, default), self.aliases.get(key, key)
         if value is None:
             names = " or ".join(dict.fromkeys((name, key)))
-            raise DtoolError("config.json is incomplete", expected=f"the key {names}", found="no such key")
+            raise DtoolError(
+                "config.json is incomplete",
+                expected=f"the key {names}",
+                found="no such key",
+                fix="download config.json again, or add the key as the model's authors give it",
+            )
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise _no(name, "size", f"{least}..{most}", value)
         return value
@@ -170,6 +175,7 @@ def windows(keys: Keys, window: int | None, slides: Callable[[int], bool]) -> li
             "config.json asks for a kind of attention that is not supported",
             expected=f"{FULL}, or {SLIDING} with a sliding_window of at least 1",
             found=name_list(map(str, unknown)) if unknown else f"{SLIDING} with {window!r}",
+            fix="check layer_types and sliding_window in config.json; dtool never builds something near it",
         )
     return [window or 0 if kind == SLIDING else 0 for kind in kinds]
 
@@ -185,7 +191,12 @@ def rotary_size(keys: Keys) -> int:
     if not isinstance(share, int | float) or isinstance(share, bool):
         raise _no(SHARE, "number", "one without quotes", share)
     if SHARE not in keys.defaults and share != 1:
-        raise DtoolError(f"config.json sets {SHARE}, but this family rotates whole heads", found=str(share))
+        raise DtoolError(
+            f"config.json sets {SHARE}, but this family rotates whole heads",
+            expected=f"{SHARE} of 1, or none",
+            found=str(share),
+            fix="remove it, or correct model_type in config.json",
+        )
     return int(head_size(keys) * share)
 
 
@@ -210,7 +221,12 @@ def _block_part(block: Any, layer_type: str | None) -> Document:
     if not block:
         return {}
     if not isinstance(block, dict):
-        raise DtoolError("the RoPE block of config.json is not an object", found=repr(block)[:80])
+        raise DtoolError(
+            "the RoPE block of config.json is not an object",
+            expected="{ ... }",
+            found=repr(block)[:80],
+            fix="correct it in config.json",
+        )
     if layer_type is not None:
         nested = any(isinstance(value, dict) for value in block.values())
         block = (block.get(layer_type) or {}) if nested else block if layer_type == FULL else {}

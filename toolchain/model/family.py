@@ -153,11 +153,16 @@ def read_config(
         raise DtoolError(
             "config.json describes no decoder dtool can build",
             expected="a decoder of the supported mechanisms",
-            found="\n            ".join(lines)[:2000],
+            found="\n".join(lines)[:2000],
             fix="check config.json; dtool never builds something near it",
         ) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise DtoolError("config.json describes no decoder dtool can build", found=str(error)) from error
+        raise DtoolError(
+            "config.json describes no decoder dtool can build",
+            expected="a decoder of the supported mechanisms",
+            found=str(error),
+            fix="check config.json; dtool never builds something near it",
+        ) from error
     if notes is not None:
         if unread := keys.unread():
             notes.append(f"config keys that dtool does not know: {name_list(unread, 8)}")
@@ -175,7 +180,12 @@ def _require_causal(keys: Keys) -> list[str]:
     keys.only("add_cross_attention", False)
     classes = keys.given("architectures", [])
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-        raise DtoolError("architectures of config.json is no list of names", found=repr(classes)[:80])
+        raise DtoolError(
+            "architectures of config.json is no list of names",
+            expected='["...ForCausalLM"]',
+            found=repr(classes)[:80],
+            fix="correct it in config.json",
+        )
     if not classes or any(name.endswith(("ForCausalLM", "LMHeadModel", "Model")) for name in classes):
         return []
     if any("For" in name for name in classes):

@@ -107,7 +107,6 @@ def attend_in_place(
     """
     batch, new = qkv_BTN.shape[:2]
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    groups = heads // kv_heads
     packed_BTXD = qkv_BTN.reshape(batch, new, heads + 2 * kv_heads, dim)
     q_BTHD, k_BTKD, v_BTKD = packed_BTXD.split((heads, kv_heads, kv_heads), dim=2)
     if norms_D is not None:
@@ -124,23 +123,36 @@ def attend_in_place(
     keys_BKSD = _store(key_cache_BKCD, k_BTKD, key_scale, positions_BT, seen, spec)
     values_BKSD = _store(value_cache_BKCD, v_BTKD, value_scale, positions_BT, seen, spec)
 
-    slots_S = torch.arange(seen, device=qkv_BTN.device)
-    written_B1S1 = (slots_S < past_lengths_B[:, None] + new)[:, None, :, None]
-    values_BKSD = values_BKSD.masked_fill(~written_B1S1, 0.0)  # 0 * NaN would be NaN
+    written_BS = torch.arange(seen, device=qkv_BTN.device) < past_lengths_B[:, None] + new
+    values_BKSD = values_BKSD.masked_fill(~written_BS[:, None, :, None], 0.0)  # 0 * NaN would be NaN
+    return _attend(q_BTHD, keys_BKSD, values_BKSD, positions_BT, spec)
+
+
+def _attend(
+    q_BTHD: torch.Tensor,
+    keys_BKSD: torch.Tensor,
+    values_BKSD: torch.Tensor,
+    positions_BT: torch.Tensor,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """What the queries at some positions read of the slots up to their own: [B, T, H*D]."""
+    batch, new, heads, dim = q_BTHD.shape
+    kv_heads, seen = keys_BKSD.shape[1:3]
     # the query heads of a group stand in the rows of one product, so that K and V are not repeated
-    rows = groups * new
-    q_BKRD = q_BTHD.transpose(1, 2).reshape(batch, kv_heads, rows, dim)
+    groups = heads // kv_heads
+    q_BKRD = q_BTHD.transpose(1, 2).reshape(batch, kv_heads, groups * new, dim)
     scores_BKRS = (q_BKRD.float() @ keys_BKSD.float().mT).mul_(spec.scale)
     if spec.softcap:
         scores_BKRS = spec.softcap * torch.tanh(scores_BKRS / spec.softcap)
     scores_BKGTS = scores_BKRS.reshape(batch, kv_heads, groups, new, seen)
+    slots_S = torch.arange(seen, device=q_BTHD.device)
     hidden_BTS = slots_S > positions_BT[:, :, None]
     if spec.window:
         hidden_BTS = hidden_BTS | (slots_S <= positions_BT[:, :, None] - spec.window)
     most_BTS = torch.where(hidden_BTS, float("-inf"), float("inf"))  # fmin: a fill with -inf, in a third of the time
     torch.fmin(scores_BKGTS, most_BTS[:, None, None], out=scores_BKGTS)
-    weights_BKRS = scores_BKGTS.softmax(-1).to(qkv_BTN.dtype).reshape(batch, kv_heads, rows, seen)
-    out_BKRD = (weights_BKRS.float() @ values_BKSD.float()).to(qkv_BTN.dtype)
+    weights_BKRS = scores_BKGTS.softmax(-1).to(q_BTHD.dtype).reshape(batch, kv_heads, groups * new, seen)
+    out_BKRD = (weights_BKRS.float() @ values_BKSD.float()).to(q_BTHD.dtype)
     out_BHTD = out_BKRD.reshape(batch, heads, new, dim)
     return out_BHTD.transpose(1, 2).reshape(batch, new, -1)
 

@@ -36,6 +36,12 @@ from toolchain.text import has_tokenizer, load_tokenizer, read_texts, token_bloc
 Array = np.ndarray[Any, Any]
 Report = Callable[[str], None]
 SELF, SELF_PHASE = "self", "self_consistency"
+DECODE_PHASES = {"decode", SELF_PHASE}
+DECODE_DEPARTS = (
+    "no prefill missed a gate, only decode steps did: look at the decode graph and what it reads from the cache; "
+    "where sums depend on the tokens of a call (rotation, experts), gate parity.self_consistency by its kl_mean"
+)
+WAYS_OUT = "a loss that is the price of a format takes a finer one, or a wider gate in [parity]; else it is a fault"
 TEXT_SEED = 0
 FIRST_IDS = 8
 SHAPE_FIELDS = (
@@ -49,7 +55,7 @@ SHAPE_FIELDS = (
 
 
 class ParityReport(pydantic.BaseModel, frozen=True, extra="forbid"):
-    """The outcome of a proof. `facts` say what ran over what; `divergence` is bisect's line on a failure."""
+    """The outcome of a proof. `facts` say what ran over what; `divergence` is where a failure lies, as far as known."""
 
     verdict: Literal["passed", "failed"]
     rows: tuple[Row, ...]
@@ -116,13 +122,7 @@ def run_parity(
     artifact = open_artifact(candidate, ("export", "quantize", "engine"))
     _check_layer_gate(artifact, recipe)
     runner = open_runner(candidate, threads=threads)
-    if recipe.context_len not in (None, runner.config.context_len):
-        raise DtoolError(
-            "the candidate serves other positions than the recipe asks for",
-            expected=f"context_len {recipe.context_len}",
-            found=f"context_len {runner.config.context_len} in {candidate}",
-            fix="leave --set context_len out, or export again with it",
-        )
+    _check_positions(candidate, runner, recipe)
     notes: list[str] = []
     device = getattr(runner, "torch_device", "cpu")
     references = _references(artifact, recipe, notes, model=model, source=source, device=device)
@@ -234,6 +234,16 @@ def _no_reference(name: str, what: str, fix: str) -> DtoolError:
     )
 
 
+def _check_positions(candidate: Path, runner: Runner, recipe: Recipe) -> None:
+    if recipe.context_len not in (None, runner.config.context_len):
+        raise DtoolError(
+            "the candidate serves other positions than the recipe asks for",
+            expected=f"context_len {recipe.context_len}",
+            found=f"context_len {runner.config.context_len} in {candidate}",
+            fix="leave --set context_len out, or export again with it",
+        )
+
+
 def _check_same_model(reference: _Reference, runner: Runner) -> None:
     theirs, ours = reference.runner.config, runner.config
     other = [name for name in SHAPE_FIELDS if getattr(theirs, name) != getattr(ours, name)]
@@ -254,7 +264,12 @@ def _text(
     bounds = (parity.seq_len, limits.max_prompt, limits.capacity, runner.config.context_len)
     seq_len = min(bound for bound in bounds if bound is not None)
     if seq_len < SHORTEST:
-        raise DtoolError("the engine takes too short prompts", expected=f"at least {SHORTEST}", found=str(seq_len))
+        raise DtoolError(
+            "the engine takes too short prompts",
+            expected=f"at least {SHORTEST} tokens",
+            found=str(seq_len),
+            fix="build it with a longer engine.prompt_len.max and engine.kv_capacity",
+        )
     if seq_len < parity.seq_len:
         notes.append(f"rows are {seq_len} tokens, not {parity.seq_len}: the candidate takes no more")
     if has_tokenizer(artifact.path):
@@ -349,8 +364,11 @@ def _check_layer_gate(artifact: Artifact, recipe: Recipe) -> None:
 
 
 def _divergence(artifact: Artifact, references: list[_Reference], rows: list[Row], report: Report) -> str:
-    """Bisect's line about a failure against a reference; empty when there is nothing to bisect."""
-    failed = {row.reference for row in rows if not row.passed and row.phase != KV_PHASE}
+    """A line about where the failure lies, bisect's where prefill failed; empty when there is nothing to say."""
+    lost = [row for row in rows if not row.passed and row.phase != KV_PHASE]
+    if lost and {row.phase for row in lost} <= DECODE_PHASES:
+        return DECODE_DEPARTS
+    failed = {row.reference for row in lost}
     runners = {r.name: r.runner for r in references}
     if artifact.manifest.stage == "engine" or not failed & set(runners):
         return ""

@@ -1,6 +1,8 @@
 """`dtool quantize`: an export becomes the same graphs over integer weights and cache."""
 
+import contextlib
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +52,12 @@ def quantize_artifact(
         check_statistics(statistics, out)
     exported = open_artifact(source, ("export",), later=WEIGHTS)
     if not recipe.quantizes:
-        raise DtoolError("the recipe quantizes nothing", expected="weights.format or kv_cache.format other than none")
+        raise DtoolError(
+            "the recipe quantizes nothing",
+            expected="weights.format or kv_cache.format other than none",
+            found="both none, in overrides too",
+            fix="--set weights.format=int8, or leave the quantize stage out",
+        )
     job = replace(plan_job(exported, recipe), report=report)
     for note in job.notes:
         report(f"note: {note}")
@@ -93,7 +100,7 @@ def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
 
 
 def check_statistics(folder: Path, out: Path) -> None:
-    """Refuse a place for statistics that is no folder, or lies in an artifact or in the output, before any work."""
+    """Refuse a place for statistics in an artifact or in the output, or that cannot be written, before any work."""
     inside = out if out.resolve() in (folder.resolve(), *folder.resolve().parents) else enclosing_artifact(folder)
     if inside is not None or (folder.exists() and not folder.is_dir()):
         raise DtoolError(
@@ -102,6 +109,27 @@ def check_statistics(folder: Path, out: Path) -> None:
             found="a file" if inside is None else f"the artifact {inside}",
             fix="choose a folder beside it",
         )
+    _require_writable(folder)
+
+
+def _require_writable(folder: Path) -> None:
+    """Try it, and leave nothing behind."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            list(folder.iterdir())
+    except OSError as error:
+        raise DtoolError(
+            f"no statistics can be kept in {folder}",
+            expected="a folder that can be read and written",
+            found=error.strerror or str(error),
+            fix="choose another folder, or leave --statistics out",
+        ) from error
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
 
 def _with_statistics(job: Job, exported: Artifact, folder: Path) -> Job:

@@ -11,6 +11,7 @@ A record is a tensor, or a dataclass of tensors, counts and None. A part serves 
 None in what is asked for; what it lacks is seen again and kept beside what it has. One part is in memory at a time.
 """
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
@@ -69,7 +70,8 @@ class Statistics:
                 fix="free some space, or leave --statistics out",
             ) from error
         finally:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                partial.unlink(missing_ok=True)
 
     def _seal(self, part: str, digest: str) -> str:
         """What proves a part whole, and in its own place."""

@@ -15,7 +15,7 @@ weights of a channel alike by at most u; codes stay. A scale the type cannot hol
 Legend: O outputs, I inputs, G groups, g inputs of a group, K KV heads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,18 +108,19 @@ def open_stored(exported: Artifact, recipe: Recipe, plan: QuantizePlan) -> Store
     if recipe.weights.format != "none":
         _require_format(details["weight_format"], details["group_size"], recipe)
         _require_scales(entries, plan, exported, recipe)
+    _require_whole_inputs(details["activations"], recipe)
     static, notes = _static_names(entries, details, exported, recipe, plan)
     return StoredScales(entries, recipe.weights.format, plan.groups, static, notes)
 
 
 def needs_calibration(recipe: Recipe, plan: QuantizePlan, config: DecoderConfig, stored: StoredScales | None) -> bool:
-    """Whether a scale of the recipe is still to be measured."""
+    """Whether a scale of the recipe, or a mean, is still to be measured."""
     if stored is None or not recipe.needs_calibration:
         return recipe.needs_calibration
     wanted = _input_names(plan)
     if recipe.kv_cache.is_static:
         wanted += _cache_names(config)
-    return not set(wanted) <= set(stored.static)
+    return bool(plan.centered) or not set(wanted) <= set(stored.static)
 
 
 def check_scheme(scheme: Scheme | None, recipe: Recipe) -> None:
@@ -130,6 +131,21 @@ def check_scheme(scheme: Scheme | None, recipe: Recipe) -> None:
         raise _none_stored("a checkpoint of floats")
     if recipe.weights.format != "none":
         _require_format(scheme.weight_format, scheme.group_size, recipe)
+    _require_whole_inputs(scheme.activations, recipe)
+
+
+def _require_whole_inputs(stored: Sequence[str] | None, recipe: Recipe) -> None:
+    """Refuse to take an excess or a mean off inputs whose scale is stored; `stored`: their format and granularity."""
+    for _, activations in recipe.variants:
+        taken = {"excess_channels": activations.excess_channels, "center": activations.center}
+        asked = [f"activations.{name}" for name, there in taken.items() if there]
+        if asked and activations.is_static and stored and tuple(stored) == (activations.format, "tensor"):
+            raise DtoolError(
+                f"{' and '.join(asked)} cannot be with stored scales of the inputs",
+                expected="inputs as the checkpoint's own scales were measured on: whole",
+                found=f"stored scales of {activations.format} inputs",
+                fix=f"leave {' and '.join(asked)} out, or --set activations.granularity=token measures anew each time",
+            )
 
 
 def _none_stored(found: str) -> DtoolError:

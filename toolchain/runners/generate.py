@@ -32,6 +32,7 @@ class Sampler:
                 "sampling options do not fit",
                 expected="temperature >= 0, 0 < top_p <= 1, top_k >= 0",
                 found=f"temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}",
+                fix="choose values in these ranges",
             )
         self.random = np.random.default_rng(self.seed)
 

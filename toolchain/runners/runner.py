@@ -82,15 +82,33 @@ def check_step(
 ) -> None:
     """Refuse a step that does not fit the contract, the vocabulary or the cache."""
     if ids.dtype != np.int64 or ids.ndim != 2 or ids.shape[0] != state.batch:
-        raise DtoolError("input_ids do not fit", expected=f"int64 [{state.batch}, T]", found=f"{ids.dtype} {ids.shape}")
+        raise DtoolError(
+            "input_ids do not fit",
+            expected=f"int64 [{state.batch}, T]",
+            found=f"{ids.dtype} {ids.shape}",
+            fix="pass one row of ids for each row of the state",
+        )
     tokens = ids.shape[1]
     if phase == "decode" and tokens != 1:
-        raise DtoolError("decode takes one token per row", expected="T = 1", found=f"T = {tokens}")
+        raise DtoolError(
+            "decode takes one token per row",
+            expected="T = 1",
+            found=f"T = {tokens}",
+            fix="take more tokens through prefill",
+        )
     if new_lengths.shape != (state.batch,) or new_lengths.min() < 1 or new_lengths.max() > tokens:
-        raise DtoolError("new_lengths do not fit", expected=f"[{state.batch}] of 1..{tokens}", found=str(new_lengths))
+        raise DtoolError(
+            "new_lengths do not fit",
+            expected=f"[{state.batch}] of 1..{tokens}",
+            found=str(new_lengths),
+            fix="pass the number of valid tokens of each row",
+        )
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise DtoolError(
-            "a token id is outside the vocabulary", expected=f"0..{config.vocab_size - 1}", found=str(ids.max())
+            "a token id is outside the vocabulary",
+            expected=f"0..{config.vocab_size - 1}",
+            found=str(ids.max()),
+            fix="check that the tokenizer is the model's",
         )
     if phase != "decode" and limits.max_prompt is not None and tokens > limits.max_prompt:
         raise _outside("prompt length", tokens, limits.max_prompt)

@@ -73,7 +73,12 @@ def make_budget(kl: float | None, rise: float | None, mb: float | None) -> Budge
         )
     kind, most = given[0]
     if not (math.isfinite(most) and most > 0):
-        raise DtoolError(f"--budget-{kind} is no budget", expected="a number above zero", found=f"{most:g}")
+        raise DtoolError(
+            f"--budget-{kind} is no budget",
+            expected="a number above zero",
+            found=f"{most:g}",
+            fix=f"for example --budget-{kind} {100 if kind == 'mb' else 0.01}",
+        )
     return Budget(kind, most)
 
 

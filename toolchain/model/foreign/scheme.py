@@ -280,7 +280,12 @@ def _modelopt(keys: Keys, _: list[str]) -> Scheme:
             "modelopt", weight_format=fmt, symmetric=True, activations=(fmt, granularity), kv_format=kv_format
         )
     if kv_format is None:
-        raise DtoolError("the checkpoint's quantization names no quant_algo", expected=", ".join(ALGORITHMS))
+        raise DtoolError(
+            "the checkpoint's quantization names no quant_algo",
+            expected=", ".join(ALGORITHMS),
+            found="none",
+            fix="download its configuration again, or take the checkpoint before it was quantized",
+        )
     return Scheme("modelopt", kv_format=kv_format)
 
 

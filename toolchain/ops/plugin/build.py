@@ -87,7 +87,12 @@ def build_plugin(
 def _check_request(specs: Sequence[AttentionSpec], compute_dtype: str, sms: Sequence[int]) -> None:
     if not specs or not sms:
         missing = "attention nodes" if not specs else "target devices"
-        raise DtoolError(f"a plugin without {missing} serves nothing", expected=f"at least one of the {missing}")
+        raise DtoolError(
+            f"a plugin without {missing} serves nothing",
+            expected=f"at least one of the {missing}",
+            found="none",
+            fix="give an artifact with attention nodes, and engine.targets",
+        )
     if compute_dtype not in COMPUTE_DTYPES:
         raise DtoolError(
             "the attention kernels do not compute in this type",

@@ -121,7 +121,12 @@ class PluginLibrary:
 
     def _check(self, code: int) -> None:
         if code != 0:
-            raise DtoolError("the attention kernels were not launched", found=self.last_error())
+            raise DtoolError(
+                "the attention kernels were not launched",
+                expected="a launch without an error",
+                found=self.last_error(),
+                fix="check the message: sizes, device and driver",
+            )
 
     def last_error(self) -> str:
         """The text of this thread's last failure."""
@@ -143,7 +148,12 @@ class PluginLibrary:
 def _dtype_index(compute_dtype: str) -> int:
     if compute_dtype not in COMPUTE_DTYPES:
         expected = " or ".join(COMPUTE_DTYPES)
-        raise DtoolError("the attention kernels do not compute in this type", expected=expected, found=compute_dtype)
+        raise DtoolError(
+            "the attention kernels do not compute in this type",
+            expected=expected,
+            found=compute_dtype,
+            fix="convert to one of these types",
+        )
     return COMPUTE_DTYPES.index(compute_dtype)
 
 
@@ -160,6 +170,7 @@ def _pair(
             f"{argument} do not fit the attention node",
             expected=f"{names[0]} and {names[1]}" if wanted else "none",
             found="none" if wanted else f"{names[0]} and {names[1]}",
+            fix="pass what the node's spec says",
         )
     return dict(zip(names, pair or (), strict=False))
 
@@ -171,7 +182,9 @@ def check_tensors(tensors: dict[str, torch.Tensor], spec: AttentionSpec) -> None
         expected = f"{dtype} {list(shape)} on {tensors['qkv'].device}"
         found = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
         if found != expected:
-            raise DtoolError(f"{name} does not fit the attention node", expected=expected, found=found)
+            raise DtoolError(
+                f"{name} does not fit the attention node", expected=expected, found=found, fix="pass a tensor like that"
+            )
         if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
             raise DtoolError(
                 f"{name} cannot be read by the kernels",
@@ -182,16 +195,31 @@ def check_tensors(tensors: dict[str, torch.Tensor], spec: AttentionSpec) -> None
     capacity, positions = tensors["key_cache"].shape[2], tensors["cos"].shape[0]
     if positions < capacity:
         found = f"{positions} positions"
-        raise DtoolError("cos and sin do not cover the cache", expected=f"{capacity} or more", found=found)
+        raise DtoolError(
+            "cos and sin do not cover the cache",
+            expected=f"{capacity} or more",
+            found=found,
+            fix="compute the tables for more positions",
+        )
     if not 1 <= tensors["qkv"].shape[1] <= capacity:
         found = f"{tensors['qkv'].shape[1]} new tokens"
-        raise DtoolError("the new tokens do not fit the cache", expected=f"1 to {capacity}", found=found)
+        raise DtoolError(
+            "the new tokens do not fit the cache",
+            expected=f"1 to {capacity}",
+            found=found,
+            fix="pass fewer tokens, or a larger cache",
+        )
 
 
 def check_device(qkv: torch.Tensor) -> None:
     """Refuse tensors that are not on a GPU. Raises DtoolError."""
     if not qkv.is_cuda:
-        raise DtoolError("the attention kernels run on a GPU only", expected="CUDA tensors", found=str(qkv.device))
+        raise DtoolError(
+            "the attention kernels run on a GPU only",
+            expected="CUDA tensors",
+            found=str(qkv.device),
+            fix="move the tensors to a GPU: .cuda()",
+        )
 
 
 def _expected(tensors: dict[str, torch.Tensor], spec: AttentionSpec) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -202,6 +230,7 @@ def _expected(tensors: dict[str, torch.Tensor], spec: AttentionSpec) -> dict[str
             "the tensors do not fit the attention node",
             expected="qkv [B, T, N] in float16 or bfloat16, cos [P, rotary_dim / 2], key_cache [B, K, C, D]",
             found=f"{qkv.dtype} {list(qkv.shape)}, {list(cos.shape)}, {list(cache.shape)}",
+            fix="pass tensors of these shapes",
         )
     batch, kv_heads, dim = qkv.shape[0], spec.num_kv_heads, spec.head_dim
     cache_dtype = FORMATS[spec.cache_format].torch_dtype if spec.quantized else qkv.dtype

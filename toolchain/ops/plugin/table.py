@@ -56,7 +56,12 @@ class KernelSet:
             if kernel.name == name:
                 return kernel
         names = ", ".join(kernel.name for kernel in self.kernels)
-        raise DtoolError("a kernel set is incomplete", expected=f"a kernel {name}", found=names or "no kernel")
+        raise DtoolError(
+            "a kernel set is incomplete",
+            expected=f"a kernel {name}",
+            found=names or "no kernel",
+            fix="build the plugin again",
+        )
 
     def launch_tile(self, name: str) -> int:
         """The tile size the launch of one kernel divides by; 1 where it divides by none."""
@@ -64,7 +69,12 @@ class KernelSet:
         if key is None:
             return 1
         if tile.get(key, 0) < 1:
-            raise DtoolError(f"kernel {name} does not say how it is launched", expected=f"tile {key}", found=str(tile))
+            raise DtoolError(
+                f"kernel {name} does not say how it is launched",
+                expected=f"tile {key}",
+                found=str(tile),
+                fix="build the plugin again",
+            )
         return tile[key]
 
 

@@ -149,7 +149,12 @@ def _run(command: Sequence[str | Path], cwd: Path) -> str:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise DtoolError(f"{name} could not be run", expected="a compiler that ends", found=str(error)) from error
+        raise DtoolError(
+            f"{name} could not be run",
+            expected="a compiler that ends",
+            found=str(error),
+            fix="check the compiler's installation, or take a library built elsewhere: --plugin-library FILE",
+        ) from error
     if done.returncode == 0:
         return done.stdout
     lines = [line.strip()[:500] for line in (done.stdout + done.stderr).splitlines() if line.strip()]
@@ -157,6 +162,6 @@ def _run(command: Sequence[str | Path], cwd: Path) -> str:
     raise DtoolError(
         "the plugin does not compile here",
         expected=f"{name} with a C++17 compiler (g++ or clang++) and the CUDA headers",
-        found="\n            ".join(errors[:_LOG_LINES] or lines[-_LOG_LINES:]) or f"exit status {done.returncode}",
+        found="\n".join(errors[:_LOG_LINES] or lines[-_LOG_LINES:]) or f"exit status {done.returncode}",
         fix="install the compiler that nvcc looks for, or report these lines",
     )

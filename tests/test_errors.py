@@ -1,0 +1,29 @@
+"""Failures that a user can act on."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import toolchain
+from toolchain.errors import DtoolError
+
+FILES = sorted(Path(toolchain.__file__).parent.rglob("*.py"))
+
+
+def refusals(file):
+    """Line and keywords of every call that makes an error."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("DtoolError", "GateFailed"):
+            yield node.lineno, {keyword.arg for keyword in node.keywords}
+
+
+def test_every_error_says_what_to_do():
+    found = [(file, line, keys) for file in FILES for line, keys in refusals(file)]
+    assert len(found) > 200
+    assert [f"{file}:{line}" for file, line, keys in found if "fix" not in keys] == []
+
+
+@pytest.mark.parametrize(("fix", "lines"), [("x", ["  to do:    x"]), ("x\ny", ["  to do:    x", " " * 12 + "y"])])
+def test_the_lines_of_a_part_are_aligned(fix, lines):
+    assert str(DtoolError("wrong", fix=fix)).split("\n") == ["wrong", *lines]

@@ -1,0 +1,49 @@
+"""What a run leaves in its folder: proofs of the engine that lies there, and of no other."""
+
+import pytest
+
+from tests.test_cli import RECIPE, call
+from toolchain import pipeline
+
+
+@pytest.fixture
+def run(tiny_text, texts, tmp_path, monkeypatch):
+    """Run into one folder with changed settings; the bench is a stand-in."""
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(**texts))
+
+    def bench(*arguments):
+        for end in ("json", "html"):
+            (tmp_path / "run" / f"bench.{end}").write_text("{}")
+
+    monkeypatch.setattr(pipeline, "_bench", bench)
+
+    def start(*options, code=0):
+        return call("run", tiny_text, "-r", tmp_path / "recipe.toml", "-o", tmp_path / "run", *options, code=code)[1]
+
+    return start
+
+
+def pages(folder):
+    return sorted(path.name for path in folder.glob("*.*"))
+
+
+def test_pages_of_an_engine_that_is_made_again_do_not_stay(run, tmp_path):
+    run()
+    both = ["bench.html", "bench.json", "parity.html", "parity.json"]
+    assert pages(tmp_path / "run") == both
+    run("--no-bench")  # of these very files
+    assert pages(tmp_path / "run") == both
+    err = run("--no-bench", "--set", "engine.kv_capacity=96")
+    assert "bench.html: removed" in err
+    assert pages(tmp_path / "run") == both[2:]
+    run()
+    run("--no-bench", "--set", "parity.eager.kl_mean=1e-9", "--set", "engine.kv_capacity=80", code=3)
+    assert pages(tmp_path / "run") == both[2:]
+
+
+def test_a_run_that_fails_on_the_way_leaves_no_older_proof(run, tmp_path, monkeypatch):
+    run("--no-bench")
+    monkeypatch.setattr("toolchain.engine.stage.build_engine", None)
+    with pytest.raises(TypeError):
+        run("--no-bench", "--set", "engine.kv_capacity=96")
+    assert pages(tmp_path / "run") == []

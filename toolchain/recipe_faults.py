@@ -1,0 +1,108 @@
+"""What is wrong with a recipe, key by key: what was expected, what was found, what to do."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import pydantic
+
+from toolchain.errors import DtoolError, did_you_mean, name_list
+
+KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "string_type": "text in quotes",
+    "bool_type": "true or false",
+    "tuple_type": 'a list, as ["...", "..."]',
+    "dict_type": "a section",
+    "model_type": "a section",
+}
+"""What pydantic's types of errors ask for, where its own words are a programmer's."""
+LONGEST = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One key, and what to do about it; `key` is relative to the section that found the fault."""
+
+    key: str
+    expected: str
+    found: str
+    fix: str
+
+
+class Misfit(ValueError):
+    """Settings that do not go together, as a section's validator raises it."""
+
+    def __init__(self, *faults: Fault) -> None:
+        self.faults = faults
+        super().__init__(name_list(fault.key for fault in faults))
+
+
+def misfit(key: str, *, expected: str, found: str, fix: str) -> Misfit:
+    """The misfit of one fault."""
+    return Misfit(Fault(key, expected, found, fix))
+
+
+def invalid_recipe(origin: str, faults: Sequence[Fault]) -> DtoolError:
+    """The error that names all faults of the recipe from `origin`; where there are more, each line has its key."""
+    keys = name_list(fault.key for fault in faults)
+    heads = [f"{fault.key}: " if len(faults) > 1 else "" for fault in faults]
+
+    def lines(part: str) -> str:
+        return "\n".join(head + getattr(fault, part) for head, fault in zip(heads, faults, strict=True))
+
+    return DtoolError(
+        f"{origin} is not a valid recipe: {keys}", expected=lines("expected"), found=lines("found"), fix=lines("fix")
+    )
+
+
+def faults_of(error: pydantic.ValidationError, model: Any, prefix: str = "") -> Iterator[Fault]:
+    """The faults that pydantic found in a `model`, which lies under the key `prefix` of a recipe."""
+    for item in error.errors():
+        key = _path(prefix, *item["loc"])
+        misfit = item.get("ctx", {}).get("error")
+        if isinstance(misfit, Misfit):
+            yield from (replace(fault, key=_path(key, fault.key)) for fault in misfit.faults)
+        elif item["type"] == "missing":
+            yield Fault(key, "a value: it has no default", "none", f"add {key}")
+        elif item["type"] == "extra_forbidden":
+            yield unknown_key(key, _fields(model, item["loc"][:-1]))
+        else:
+            yield _wrong_value(key, item)
+
+
+def unknown_key(key: str, known: Iterable[str]) -> Fault:
+    """The fault of a key whose last part is none of those `known` in its section."""
+    return Fault(key, "a key of a recipe", "unknown key", did_you_mean(key.rpartition(".")[-1], known))
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: no more than a line, no whole section."""
+    if isinstance(value, dict | list | tuple):
+        return "a section" if isinstance(value, dict) else "a list"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+
+
+def _wrong_value(key: str, item: Any) -> Fault:
+    kind, value = item["type"], item["input"]
+    fix = f"set {key} to such a value, in the recipe or by --set"
+    if kind == "tuple_type" and isinstance(value, str):
+        fix = f'set {key} to ["{value}"]'
+    elif KINDS.get(kind) == "a section":
+        fix = f"write [{key}], and its settings below it"
+    return Fault(key, KINDS.get(kind) or item["msg"].removeprefix("Input should be "), shown(value), fix)
+
+
+def _path(*parts: Any) -> str:
+    return ".".join(str(part) for part in parts if part != "")
+
+
+def _fields(model: Any, loc: Sequence[Any]) -> dict[str, Any]:
+    """The fields of the section at `loc`; a number is a place in a list of sections."""
+    for part in loc:
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            model = next(iter(get_args(annotation)), annotation)
+    return model.model_fields
