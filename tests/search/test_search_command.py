@@ -12,16 +12,15 @@ FEW = ("--blocks", 2, "--seq-len", 32)
 
 
 @pytest.fixture
-def recipe_file(base, tmp_path):
+def recipe_file(half, tmp_path):
     path = tmp_path / "base.toml"
-    engine = {"backend": "tensorrt-rtx", "targets": ["sm89"], "kv_capacity": 64}
-    path.write_text(recipe_text(base(engine=engine)))
+    path.write_text(recipe_text(half()))
     return path
 
 
-def test_a_search_writes_a_recipe_a_document_and_a_page(text_export, recipe_file, tmp_path):
+def test_a_search_writes_a_recipe_a_document_and_a_page(half_export, recipe_file, tmp_path):
     out, page = tmp_path / "mix.toml", tmp_path / "page.html"
-    arguments = ("search", text_export, "-r", recipe_file, *FEW, "--formats", "int4,none", "--budget-kl", 0.3)
+    arguments = ("search", half_export, "-r", recipe_file, *FEW, "--formats", "int4,none", "--budget-kl", 0.3)
     stdout, stderr = call(*arguments, "--json", "--html", page, "-o", out)
     document = json.loads(stdout)
     assert document["verdict"] == "passed"
@@ -33,16 +32,16 @@ def test_a_search_writes_a_recipe_a_document_and_a_page(text_export, recipe_file
     html = page.read_text()
     assert "What other budgets would buy" in html
     assert "chosen, measured" in html
-    call("quantize", text_export, "-r", out, "-o", tmp_path / "quantized")
+    call("quantize", half_export, "-r", out, "-o", tmp_path / "quantized")
     stdout, _ = call(*arguments, "-o", tmp_path / "again.toml")
     assert "PASSED" in stdout
     assert (tmp_path / "again.toml").read_bytes() == out.read_bytes()
 
 
-def test_a_budget_that_is_missed_ends_with_exit_3_and_the_nearest_recipe(text_export, recipe_file, tmp_path):
+def test_a_budget_that_is_missed_ends_with_exit_3_and_the_nearest_recipe(half_export, recipe_file, tmp_path):
     out = tmp_path / "mix.toml"
     how = ("-r", recipe_file, *FEW, "--formats", "int4", "--budget-kl", 1e-9, "-o", out)
-    _, stderr = call("search", text_export, *how, code=3)
+    _, stderr = call("search", half_export, *how, code=3)
     assert "no mix was found" in stderr
     assert out.exists()
 
@@ -60,8 +59,8 @@ def test_a_budget_that_is_missed_ends_with_exit_3_and_the_nearest_recipe(text_ex
         (("--budget-kl", 0.1, "--blocks", 0), 2, "--blocks"),
     ],
 )
-def test_mistakes_are_named(text_export, recipe_file, tmp_path, arguments, code, words):
+def test_mistakes_are_named(half_export, recipe_file, tmp_path, arguments, code, words):
     out = tmp_path / "mix.toml"
-    _, stderr = call("search", text_export, "-r", recipe_file, *arguments, "-o", out, code=code)
+    _, stderr = call("search", half_export, "-r", recipe_file, *arguments, "-o", out, code=code)
     assert words in stderr
     assert not out.exists()
