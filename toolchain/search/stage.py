@@ -9,9 +9,10 @@ The rise of the NLL is estimated by the KL: over text that the model itself writ
 KL has none of the sampling noise that would let a search pick lucky units; step 4 brings in what the text says.
 """
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ class Trial:
 class SearchResult:
     """What a search found: `best` of `trials`, the frontier it lies on, and what every unit costs.
 
-    `seconds` of the parts of the work; they are in no document, which repeats byte for byte.
+    `capacity`: tokens that a cache is counted for. `heads`: KL (nats) of each KV head by layer, where it was asked
+    for. `seconds` of the parts of the work; they are in no document, which repeats byte for byte.
     """
 
     budget: Budget
@@ -65,9 +67,11 @@ class SearchResult:
     found: tuple[Unit, ...]
     problem: Problem
     text: str
+    capacity: int
     trials: list[Trial] = field(default_factory=list)
     best: Trial | None = None
     passed: bool = False
+    heads: dict[int, list[float]] | None = None
     frontier: list[dict[str, str]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -87,26 +91,39 @@ def search_formats(
     entries = read_header(exported.file(WEIGHTS))
     check_source(exported, recipe, sections=())
     check_export(exported, recipe)
+    _check_heads(recipe, question)
     formats = units.choose_formats(recipe, question.formats)
     found = units.find_units(config, recipe)
     compute_dtype = str(exported.manifest.details["compute_dtype"])
-    plan_recipe(config, units.mixed_recipe(recipe, (), {}, recipe.about), compute_dtype)
+    plan_recipe(config, recipe, compute_dtype)
     choices = {unit.name: units.possible_formats(config, unit, recipe, formats) for unit in found}
     sizes, rest = units.format_bytes(entries, config, recipe, found, choices)
     empty = Problem(sizes, {u: dict.fromkeys(f, 0.0) for u, f in sizes.items()}, rest)
     question.budget.check_bytes(empty)
     ids_BT, described = held_out_text(exported, recipe, question)
-    begin = time.perf_counter()
-    model, plans = _prepared(exported, entries, config, recipe, found, formats, choices, ids_BT, report)
-    problem = _measured(model, plans, found, empty, report)
-    measured = time.perf_counter()
-    result = SearchResult(question.budget, units.base_format(recipe), formats, found, problem, described)
-    result.frontier = solve.frontier(problem)
-    _search(result, source, recipe, model, report)
-    result.seconds = {"sensitivity": measured - begin, "search": time.perf_counter() - measured}
+    base, capacity = units.base_format(recipe), recipe.engine.kv_capacity
+    result = SearchResult(question.budget, base, formats, found, empty, described, capacity)
+    with _timed(result, "sensitivity"):
+        model, plans = _prepared(exported, entries, config, recipe, found, formats, choices, ids_BT, report)
+        result.problem = _measured(model, plans, found, empty, report)
+    if question.heads:
+        from toolchain.search.heads import head_losses
+
+        with _timed(result, "KV heads"):
+            result.heads = head_losses(model, [unit.layer for unit in found if unit.is_cache], report)
+    with _timed(result, "search"):
+        result.frontier = solve.frontier(result.problem)
+        _search(result, source, recipe, model, report)
     assert result.best is not None
     write_atomic(out, result.best.recipe.encode())
     return result
+
+
+@contextlib.contextmanager
+def _timed(result: SearchResult, part: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    result.seconds[part] = time.perf_counter() - begin
 
 
 def _check_out(out: Path) -> None:
@@ -117,6 +134,16 @@ def _check_out(out: Path) -> None:
             f"the recipe cannot be written to {out}", expected="a free path in a folder, outside artifacts",
             found=found, fix="choose another path",
         )  # fmt: skip
+
+
+def _check_heads(recipe: Recipe, question: Question) -> None:
+    if question.heads and recipe.kv_cache.format == "none":
+        raise DtoolError(
+            "there is no quantized cache whose heads could be measured",
+            expected="kv_cache.format other than none with --heads",
+            found="kv_cache.format none",
+            fix="leave --heads out, or --set kv_cache.format=int8",
+        )
 
 
 def held_out_text(exported: Artifact, recipe: Recipe, question: Question) -> tuple[Any, str]:
