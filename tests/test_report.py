@@ -221,6 +221,7 @@ def test_a_heat_of_any_width_keeps_its_names_apart(columns):
     assert all(b - a > 19 for a, b in itertools.pairwise(names))
     assert all(0 < x < 800 for x in names)
     assert svg.count('<rect class="bar"') == columns
+    assert svg.count(">1.0e-01</text>") == (columns == 1)  # there is no room for more
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 SIGNIFICANT = 4
 TEXT_BAR_COLUMNS, TEXT_HEAT_ROWS = 40, 8
 SVG_WIDTH, SVG_VALUE_WIDTH, SVG_ROW_HEIGHT, SVG_LETTER_WIDTH = 800, 160, 30, 8
-HEAT_CELL = 90
+HEAT_CELL, HEAT_DARKEST = 90, 0.8
+"""Cells that wide have room for their value, which must stay legible on the darkest."""
 PLOT = {"left": 64, "right": 690, "top": 100, "bottom": 440, "height": 490}
 """Edges of a roofline's axes in its picture; outside them stand the names of the loads (above) and roofs (right)."""
 ROOF_NAME_GAP, LOAD_NAME_GAP = 17, 20
@@ -330,12 +331,13 @@ def _html_frontier(part: Frontier) -> dict[str, Any]:
 def _html_heat(part: Heat) -> dict[str, Any]:
     """A cell for every value, the darker the larger; what is not above zero is not drawn, inf as the largest is."""
     drawn = [v for _, values in part.rows for v in values if v > 0 and math.isfinite(v)] or [1.0]
-    share = _log_scale(*_log_range(drawn), 0.0, 1.0)
+    darkness = _log_scale(*_log_range(drawn), 0.0, HEAT_DARKEST)
     columns = max((len(values) for _, values in part.rows), default=1)
     width = min(HEAT_CELL, (SVG_WIDTH - PLOT["left"]) / columns)
     cells = [
-        {"x": _px(PLOT["left"] + width * i), "y": y, "opacity": f"{share(min(value, max(drawn))):.2f}"}
+        {"x": _px(PLOT["left"] + width * i), "y": y, "opacity": f"{darkness(min(value, max(drawn))):.2f}"}
         | {"label": f"{part.names[0]} {row}, {part.names[1]} {i}", "value": f"{format_cell(value)} {part.unit}"}
+        | {"text": f"{value:.1e}" if width == HEAT_CELL else "", "middle": _px(PLOT["left"] + width * (i + 0.5))}
         for y, (row, values) in enumerate(part.rows)
         for i, value in enumerate(values)
         if value > 0
