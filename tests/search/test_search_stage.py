@@ -53,15 +53,17 @@ def test_the_written_recipe_meets_the_budget_and_reruns_to_the_same_bytes(half_e
         {"activations": {"format": "int8", "granularity": "tensor"}},
         {"rotation": {"stream": True, "values": True, "feed_forward": True}, "smoothing": {"algorithm": "awq"}},
         {"weights": {"format": "int8", "algorithm": "gptq", "clip": "search"}},
+        {"activations": {"format": "int8", "center": True}},
         {"weights": {"format": "none"}},
         {"overrides": [{"match": ["model.layers.0.*"], "weights": {"format": "none"}}]},
     ],
-    ids=["static", "rotated", "gptq", "from float", "with overrides"],
+    ids=["static", "rotated", "gptq", "centered", "from float", "with overrides"],
 )
 def test_every_kind_of_recipe_can_be_searched(half_export, half, tmp_path, sections):
     result = search(half_export, half(**sections), tmp_path / "mix.toml", "kl", 0.1)
     assert result.passed
     assert result.best.estimated_kl == pytest.approx(result.best.kl, rel=1.0)
+    assert result.best.bytes == result.problem.bytes_of(result.best.mix)
 
 
 def test_a_budget_out_of_reach_gives_the_nearest_mix(text_export, half_export, base, half, tmp_path):
