@@ -101,6 +101,7 @@ def test_onnx_runtime_has_no_int4(text_export, base, tmp_path):
         ({"engine": {"prompt_len": {"min": 1, "opt": 8, "max": 65}}}, "longest prompt does not fit"),
         ({"engine": {"kv_capacity": 129}}, "longer than the model's positions"),
         ({"engine": {"targets": ["sm90"]}}, "cannot compile for sm90"),
+        ({"engine": {"targets": ["sm75"], "attention": "plugin"}}, "no attention kernels for sm75"),
         ({"engine": {"targets": []}}, "needs a target"),
         ({"engine": {"refit": True}}, "cannot build with engine.refit"),
         ({"engine": {"backend": "onnxruntime", "targets": []}}, "cannot take compute_dtype float16"),

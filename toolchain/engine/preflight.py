@@ -36,13 +36,14 @@ def check_export(source: Artifact, recipe: Recipe) -> None:
     engine = recipe.engine
     check_combination(recipe)
     check_sizes(engine, DecoderConfig.model_validate(source.json("decoder.json")))
-    facts = Facts(source, engine, _named_targets(engine), _load_graphs(source))
-    for rule in RULES[engine.backend]:
-        rule(facts)
-    if engine.backend != "onnxruntime" and engine.attention == "plugin":
+    targets = _named_targets(engine)
+    if targets and engine.attention == "plugin":
         from toolchain.engine.plugin import require_kernels
 
-        require_kernels(facts.targets)
+        require_kernels(targets)
+    facts = Facts(source, engine, targets, _load_graphs(source))
+    for rule in RULES[engine.backend]:
+        rule(facts)
 
 
 def check_formats(recipe: Recipe) -> None:
