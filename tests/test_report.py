@@ -6,6 +6,7 @@ import pytest
 from toolchain.report import (
     Bars,
     Frontier,
+    Heat,
     Load,
     Page,
     Roof,
@@ -175,6 +176,52 @@ def test_a_frontier_in_text_is_its_points_and_names_in_order():
 def test_a_frontier_of_one_point_or_none_renders():
     for line in ((), ((1.0, 0.5),)):
         assert "NaN" not in svg_of(Frontier("few", "MB", "KL", line, ()))
+
+
+HEAT = Heat(
+    "Rows & columns",
+    "nats",
+    ("layer", "head"),
+    (("0", (1e-4, 1e-3, 0.0)), ("7", (1e-2, 1.0, float("inf")))),
+)
+
+
+def test_a_heat_is_darker_by_the_decade():
+    cells = re.findall(
+        r'<rect class="bar" x="(.+?)" y="(\d+)".*?fill-opacity="(.+?)"><title>(.*?)</title>', svg_of(HEAT)
+    )
+    shown = {title: (float(x), int(y), float(dark)) for x, y, dark, title in cells}
+    assert list(shown) == [
+        "layer 0, head 0: 0.0001000 nats",
+        "layer 0, head 1: 0.001000 nats",
+        "layer 7, head 0: 0.01000 nats",
+        "layer 7, head 1: 1.000 nats",
+        "layer 7, head 2: inf nats",
+    ]
+    dark = [place[2] for place in shown.values()]
+    assert 0.1 < dark[1] - dark[0] == pytest.approx(dark[2] - dark[1], abs=0.02)
+    assert dark[3] - dark[2] == pytest.approx(2 * (dark[2] - dark[1]), abs=0.02)
+    assert dark[4] == dark[3] < 1
+    xs, ys, _ = zip(*shown.values(), strict=True)
+    assert xs[0] == xs[2] < xs[1] == xs[3] < xs[4] < 800
+    assert ys[0] == ys[1] < ys[2] == ys[4]
+
+
+def test_a_heat_in_text_is_its_largest():
+    many = Heat("many", "nats", ("layer", "head"), (("3", tuple(float(i) for i in range(20))),))
+    lines = render_text(Page("page", parts=(many,))).splitlines()
+    assert "many: the 8 largest of 20" in lines
+    assert [line.split()[:2] for line in lines[-8:]] == [["3", str(i)] for i in range(19, 11, -1)]
+
+
+@pytest.mark.parametrize("columns", [1, 70])
+def test_a_heat_of_any_width_keeps_its_names_apart(columns):
+    svg = svg_of(Heat("wide", "nats", ("layer", "head"), (("0", (0.1,) * columns),)))
+    names = [float(x) for x in re.findall(r'<text class="tick" x="([\d.]+)" y="30" text-anchor="middle">', svg)]
+    assert all(b - a > 19 for a, b in itertools.pairwise(names))
+    assert all(0 < x < 800 for x in names)
+    assert svg.count('<rect class="bar"') == columns
+    assert svg.count(">1.0e-01</text>") == (columns == 1)  # there is no room for more
 
 
 @pytest.mark.parametrize(

@@ -115,13 +115,14 @@ def quantize(
 @SET
 @click.option("--budget-kl", type=float, metavar="NATS", help="Most mean KL of the logits to the float model.")
 @click.option("--budget-rise", type=float, metavar="NATS", help="Most rise of the mean NLL of the next token.")
-@click.option("--budget-mb", type=float, metavar="MB", help="Most megabytes (1e6 bytes) of weights.")
+@click.option("--budget-mb", type=float, metavar="MB", help="Most megabytes (1e6) of weights and one full cache.")
 @click.option(
     "--formats", metavar="A,B,...", help="Beside the recipe's own: int4, int8, fp8_e4m3, int8:int8, none, ..."
 )
 @click.option("--text", metavar="FILE", help="Measure on this text; by default on calibration text not calibrated on.")
 @click.option("--blocks", default=4, show_default=True, type=click.IntRange(min=1), help="Blocks of text.")
 @click.option("--seq-len", default=256, show_default=True, type=click.IntRange(min=8), help="Tokens of a block.")
+@click.option("--heads", is_flag=True, help="Also measure each KV head of a quantized cache: one more run per head.")
 @click.option("-o", "--out", required=True, type=FOLDER, help="The recipe to write; it must not exist.")
 @JSON
 @HTML

@@ -9,8 +9,10 @@ from typing import Any
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 SIGNIFICANT = 4
-TEXT_BAR_COLUMNS = 40
+TEXT_BAR_COLUMNS, TEXT_HEAT_ROWS = 40, 8
 SVG_WIDTH, SVG_VALUE_WIDTH, SVG_ROW_HEIGHT, SVG_LETTER_WIDTH = 800, 160, 30, 8
+HEAT_CELL, HEAT_DARKEST = 90, 0.8
+"""Cells that wide have room for their value, which must stay legible on the darkest."""
 PLOT = {"left": 64, "right": 690, "top": 100, "bottom": 440, "height": 490}
 """Edges of a roofline's axes in its picture; outside them stand the names of the loads (above) and roofs (right)."""
 ROOF_NAME_GAP, LOAD_NAME_GAP = 17, 20
@@ -82,7 +84,18 @@ class Frontier:
     note: str = ""
 
 
-Part = Table | Bars | Roofline | Frontier
+@dataclass(frozen=True, slots=True)
+class Heat:
+    """One value per row and column, all of one unit; a plot on a logarithmic scale, in text the largest few."""
+
+    title: str
+    unit: str
+    names: tuple[str, str]
+    rows: tuple[tuple[str, tuple[float, ...]], ...]
+    note: str = ""
+
+
+Part = Table | Bars | Roofline | Frontier | Heat
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +120,15 @@ def render_text(page: Page, *, width: int = 110) -> str:
         facts.add_row(_plain(name), _plain(text))
     screen.print(facts)
     for part in page.parts:
+        shown = part if isinstance(part, Bars) else _as_table(part)
         screen.print()
-        screen.print(_plain(part.title))
-        if isinstance(part, Bars):
+        screen.print(_plain(shown.title))
+        if isinstance(shown, Bars):
             grid = table.Table.grid(padding=(0, 2))
-            for row in _text_bars(part):
+            for row in _text_bars(shown):
                 grid.add_row(*(_plain(cell) for cell in row))
             screen.print(grid)
         else:
-            shown = _as_table(part)
             body = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
             for name, numeric in zip(shown.columns, _numeric_columns(shown), strict=True):
                 body.add_column(_plain(name), justify="right" if numeric else "left")
@@ -141,13 +154,17 @@ def _text_bars(bars: Bars) -> list[tuple[str, str, str]]:
     ]
 
 
-def _as_table(part: Table | Roofline | Frontier) -> Table:
+def _as_table(part: Table | Roofline | Frontier | Heat) -> Table:
     """A plot as its numbers."""
     if isinstance(part, Roofline):
         return _roofline_table(part)
     if isinstance(part, Frontier):
         rows = sorted([("", *point) for point in part.line] + list(part.marks), key=lambda row: row[1:])
         return Table(part.title, ("", part.x_name, part.y_name), tuple(rows))
+    if isinstance(part, Heat):
+        cells = [(row, str(i), value) for row, values in part.rows for i, value in enumerate(values)]
+        most = tuple(sorted(cells, key=lambda cell: -cell[2])[:TEXT_HEAT_ROWS])
+        return Table(f"{part.title}: the {len(most)} largest of {len(cells)}", (*part.names, part.unit), most)
     return part
 
 
@@ -224,6 +241,8 @@ def _html_part(part: Part) -> dict[str, Any]:
         return common | _html_roofline(part)
     if isinstance(part, Frontier):
         return common | _html_frontier(part)
+    if isinstance(part, Heat):
+        return common | _html_heat(part)
     numeric = _numeric_columns(part)
     heads = [{"text": name, "number": number} for name, number in zip(part.columns, numeric, strict=True)]
     rows = [[_html_cell(c, number=n) for c, n in zip(row, numeric, strict=True)] for row in part.rows]
@@ -307,6 +326,26 @@ def _html_frontier(part: Frontier) -> dict[str, Any]:
         "y_ticks": [{"at": _px(y(v)), "text": f"{v:g}"} for v in _decades(y_low, y_high)],
         "names": (part.x_name, part.y_name),
     }
+
+
+def _html_heat(part: Heat) -> dict[str, Any]:
+    """A cell for every value, the darker the larger; what is not above zero is not drawn, inf as the largest is."""
+    drawn = [v for _, values in part.rows for v in values if v > 0 and math.isfinite(v)] or [1.0]
+    darkness = _log_scale(*_log_range(drawn), 0.0, HEAT_DARKEST)
+    columns = max((len(values) for _, values in part.rows), default=1)
+    width = min(HEAT_CELL, (SVG_WIDTH - PLOT["left"]) / columns)
+    cells = [
+        {"x": _px(PLOT["left"] + width * i), "y": y, "opacity": f"{darkness(min(value, max(drawn))):.2f}"}
+        | {"label": f"{part.names[0]} {row}, {part.names[1]} {i}", "value": f"{format_cell(value)} {part.unit}"}
+        | {"text": f"{value:.1e}" if width == HEAT_CELL else "", "middle": _px(PLOT["left"] + width * (i + 0.5))}
+        for y, (row, values) in enumerate(part.rows)
+        for i, value in enumerate(values)
+        if value > 0
+    ]
+    heads = [
+        {"x": _px(PLOT["left"] + width * (i + 0.5)), "text": str(i)} for i in range(0, columns, math.ceil(20 / width))
+    ]
+    return {"heat": cells, "rows": [row for row, _ in part.rows], "columns": heads, "width": width, "names": part.names}
 
 
 def _log_range(values: list[float]) -> tuple[float, float]:

@@ -5,23 +5,24 @@ import tomllib
 
 import pytest
 
+from tests.search.conftest import COSTLY
 from tests.test_cli import call
+from toolchain.report import format_cell
 from toolchain.search.written import recipe_text
 
 FEW = ("--blocks", 2, "--seq-len", 32)
 
 
 @pytest.fixture
-def recipe_file(base, tmp_path):
+def recipe_file(half, tmp_path):
     path = tmp_path / "base.toml"
-    engine = {"backend": "tensorrt-rtx", "targets": ["sm89"], "kv_capacity": 64}
-    path.write_text(recipe_text(base(engine=engine)))
+    path.write_text(recipe_text(half()))
     return path
 
 
-def test_a_search_writes_a_recipe_a_document_and_a_page(text_export, recipe_file, tmp_path):
+def test_a_search_writes_a_recipe_a_document_and_a_page(half_export, recipe_file, tmp_path):
     out, page = tmp_path / "mix.toml", tmp_path / "page.html"
-    arguments = ("search", text_export, "-r", recipe_file, *FEW, "--formats", "int4,none", "--budget-kl", 0.3)
+    arguments = ("search", half_export, "-r", recipe_file, *FEW, "--formats", "int4,none", "--budget-kl", 0.3)
     stdout, stderr = call(*arguments, "--json", "--html", page, "-o", out)
     document = json.loads(stdout)
     assert document["verdict"] == "passed"
@@ -33,16 +34,47 @@ def test_a_search_writes_a_recipe_a_document_and_a_page(text_export, recipe_file
     html = page.read_text()
     assert "What other budgets would buy" in html
     assert "chosen, measured" in html
-    call("quantize", text_export, "-r", out, "-o", tmp_path / "quantized")
+    call("quantize", half_export, "-r", out, "-o", tmp_path / "quantized")
     stdout, _ = call(*arguments, "-o", tmp_path / "again.toml")
     assert "PASSED" in stdout
     assert (tmp_path / "again.toml").read_bytes() == out.read_bytes()
 
 
-def test_a_budget_that_is_missed_ends_with_exit_3_and_the_nearest_recipe(text_export, recipe_file, tmp_path):
+def test_caches_and_their_heads_are_told(outlier_export, base, tmp_path):
+    recipe, out, page = tmp_path / "base.toml", tmp_path / "mix.toml", tmp_path / "page.html"
+    recipe.write_text(recipe_text(base(kv_cache={"format": "int8"}, activations={"format": "int8"})))
+    arguments = ("search", outlier_export, "-r", recipe, *FEW, "--formats", "int8", "--budget-kl", 0.1, "--heads")
+    stdout, stderr = call(*arguments, "--json", "--html", page, "-o", out)
+    document = json.loads(stdout)
+    losses = {(row["layer"], head): kl for row in document["heads"] for head, kl in enumerate(row["kl"])}
+    assert set(losses) == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    worst = max(losses, key=losses.get)
+    assert worst == (COSTLY["layer"], COSTLY["head"])
+    assert document["cache_tokens"] == 64
+    assert document["chosen"]["mix"]["layer 1 cache"] == "none"
+    assert "4 of 4 KV heads: those of layer 1 cost" in stderr
+    html = page.read_text()
+    assert f"<title>layer 1, KV head 1: {format_cell(losses[worst])} KL (nats)</title>" in html
+    assert "int8 (1 layers), none (1 layers); counted for one sequence of 64 tokens" in html
+    text, _ = call(*arguments, "-o", tmp_path / "again.toml")
+    _, _, worst_first = text.partition("KL of each KV head's cache alone: the 4 largest of 4\n")
+    table = [line.split() for line in worst_first.splitlines()]
+    assert table[2][:2] == ["1", "1"]
+    costs = next(s["kl"] for s in document["sensitivity"] if (s["unit"], s["format"]) == ("layer 1 cache", "int8"))
+    assert ["layer", "1", "cache", "none"] in [line[:4] for line in table]
+    assert any(line[:3] == ["layer", "1", "cache"] and format_cell(costs) in line for line in table)
+
+
+def test_heads_need_a_quantized_cache(half_export, recipe_file, tmp_path):
+    how = ("-r", recipe_file, *FEW, "--budget-kl", 0.1, "--heads", "-o", tmp_path / "mix.toml")
+    _, stderr = call("search", half_export, *how, code=1)
+    assert "no quantized cache whose heads" in stderr
+
+
+def test_a_budget_that_is_missed_ends_with_exit_3_and_the_nearest_recipe(half_export, recipe_file, tmp_path):
     out = tmp_path / "mix.toml"
     how = ("-r", recipe_file, *FEW, "--formats", "int4", "--budget-kl", 1e-9, "-o", out)
-    _, stderr = call("search", text_export, *how, code=3)
+    _, stderr = call("search", half_export, *how, code=3)
     assert "no mix was found" in stderr
     assert out.exists()
 
@@ -60,8 +92,8 @@ def test_a_budget_that_is_missed_ends_with_exit_3_and_the_nearest_recipe(text_ex
         (("--budget-kl", 0.1, "--blocks", 0), 2, "--blocks"),
     ],
 )
-def test_mistakes_are_named(text_export, recipe_file, tmp_path, arguments, code, words):
+def test_mistakes_are_named(half_export, recipe_file, tmp_path, arguments, code, words):
     out = tmp_path / "mix.toml"
-    _, stderr = call("search", text_export, "-r", recipe_file, *arguments, "-o", out, code=code)
+    _, stderr = call("search", half_export, "-r", recipe_file, *arguments, "-o", out, code=code)
     assert words in stderr
     assert not out.exists()

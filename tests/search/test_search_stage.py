@@ -5,6 +5,7 @@ import tomllib
 import pytest
 import torch
 
+from tests.search.conftest import TRT, export_to
 from toolchain.artifact import open_artifact
 from toolchain.errors import DtoolError
 from toolchain.model.load import load_artifact_decoder
@@ -17,8 +18,6 @@ from toolchain.search.units import mixed_recipe, skip_cache
 from toolchain.search.written import recipe_text
 from toolchain.tensor_file import read_header
 
-TRT = {"backend": "tensorrt-rtx", "targets": ["sm89"], "kv_capacity": 64}
-
 
 def quiet(_):
     return None
@@ -30,75 +29,123 @@ def search(export, recipe, out, kind, most, formats=("int8", "int4", "none"), **
 
 
 @pytest.mark.parametrize(("kind", "most"), [("kl", 0.3), ("rise", 0.03), ("mb", 0.085)])
-def test_the_written_recipe_meets_the_budget_and_reruns_to_the_same_bytes(text_export, base, tmp_path, kind, most):
-    recipe = base(engine=TRT)
-    result = search(text_export, recipe, tmp_path / "mix.toml", kind, most)
+def test_the_written_recipe_meets_the_budget_and_reruns_to_the_same_bytes(half_export, half, tmp_path, kind, most):
+    recipe = half()
+    result = search(half_export, recipe, tmp_path / "mix.toml", kind, most)
     assert result.passed
     best = result.best
     assert result.budget.is_met(best.bytes, best.kl, best.rise)
     assert kind == "rise" or len(set(best.mix.values())) > 1
     written = load_recipe(str(tmp_path / "mix.toml"))
-    one, two = (quantize_artifact(text_export, written, tmp_path / n, report=quiet) for n in ("one", "two"))
+    one, two = (quantize_artifact(half_export, written, tmp_path / n, report=quiet) for n in ("one", "two"))
     assert one.manifest == two.manifest
     entries = read_header(one.file("weights.safetensors"))
-    assert sum(entry.length for entry in entries.values()) == best.bytes == result.problem.bytes_of(best.mix)
-    search(text_export, recipe, tmp_path / "again.toml", kind, most)
+    weights = sum(entry.length for entry in entries.values())
+    assert weights == best.bytes - best.cache_bytes
+    assert best.bytes == result.problem.bytes_of(best.mix)
+    search(half_export, recipe, tmp_path / "again.toml", kind, most)
     assert (tmp_path / "again.toml").read_bytes() == (tmp_path / "mix.toml").read_bytes()
 
 
 @pytest.mark.parametrize(
     "sections",
     [
-        {"activations": {"format": "int8", "granularity": "tensor"}, "kv_cache": {"format": "int8"}},
+        {"activations": {"format": "int8", "granularity": "tensor"}},
         {"rotation": {"stream": True, "values": True, "feed_forward": True}, "smoothing": {"algorithm": "awq"}},
         {"weights": {"format": "int8", "algorithm": "gptq", "clip": "search"}},
+        {"activations": {"format": "int8", "center": True}},
         {"weights": {"format": "none"}},
         {"overrides": [{"match": ["model.layers.0.*"], "weights": {"format": "none"}}]},
     ],
-    ids=["static and cache", "rotated", "gptq", "from float", "with overrides"],
+    ids=["static", "rotated", "gptq", "centered", "from float", "with overrides"],
 )
-def test_every_kind_of_recipe_can_be_searched(text_export, base, tmp_path, sections):
-    result = search(text_export, base(engine=TRT, **sections), tmp_path / "mix.toml", "kl", 0.1)
+def test_every_kind_of_recipe_can_be_searched(half_export, half, tmp_path, sections):
+    result = search(half_export, half(**sections), tmp_path / "mix.toml", "kl", 0.1)
     assert result.passed
     assert result.best.estimated_kl == pytest.approx(result.best.kl, rel=1.0)
+    assert result.best.bytes == result.problem.bytes_of(result.best.mix)
 
 
-def test_a_budget_out_of_reach_gives_the_nearest_mix(text_export, base, tmp_path):
+def test_a_budget_out_of_reach_gives_the_nearest_mix(text_export, half_export, base, half, tmp_path):
     result = search(text_export, base(), tmp_path / "mix.toml", "kl", 1e-9, formats=("none",))
     assert result.passed  # all in float
-    result = search(text_export, base(engine=TRT), tmp_path / "near.toml", "kl", 1e-9, formats=("int4",))
+    result = search(half_export, half(), tmp_path / "near.toml", "kl", 1e-9, formats=("int4",))
     assert not result.passed
     assert set(result.best.mix.values()) == {"int8"}
     assert load_recipe(str(tmp_path / "near.toml")).quantizes
 
 
 @pytest.mark.parametrize(
-    ("formats", "engine", "words"),
+    ("formats", "targets", "words"),
     [
-        (("int3",), TRT, "did you mean int"),
-        (("int4",), {"backend": "onnxruntime"}, "no products of int4"),
-        (("fp8_e4m3",), TRT | {"targets": ["sm80"]}, "sm80 has no fp8_e4m3"),
-        (("int8",), TRT, "nothing to choose"),
+        (("int3",), ["sm89"], "did you mean int"),
+        (("fp8_e4m3",), ["sm80"], "sm80 has no fp8_e4m3"),
+        (("int8",), ["sm89"], "nothing to choose between"),
     ],
 )
-def test_formats_that_cannot_be_are_refused(text_export, base, tmp_path, formats, engine, words):
+def test_formats_that_cannot_be_are_refused(half_export, half, tmp_path, formats, targets, words):
     with pytest.raises(DtoolError, match=words):
-        search(text_export, base(engine=engine), tmp_path / "mix.toml", "kl", 0.1, formats=formats)
+        search(half_export, half(engine=TRT | {"targets": targets}), tmp_path / "m", "kl", 0.1, formats=formats)
 
 
-def test_impossible_requests_are_refused_before_any_work(text_export, base, tmp_path):
+def test_onnx_runtime_has_no_int4(text_export, base, tmp_path):
+    with pytest.raises(DtoolError, match="no products of int4"):
+        search(text_export, base(), tmp_path / "mix.toml", "kl", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_cache": {"format": "int8"}}, "native attention cannot take kv_cache.format int8"),
+        ({"engine": {"attention": "plugin"}}, "no kernel for head_dim 16"),
+        ({"engine": {"prompt_len": {"min": 1, "opt": 8, "max": 65}}}, "longest prompt does not fit"),
+        ({"engine": {"kv_capacity": 129}}, "longer than the model's positions"),
+        ({"engine": {"targets": ["sm90"]}}, "cannot compile for sm90"),
+        ({"engine": {"targets": ["sm75"], "attention": "plugin"}}, "no attention kernels for sm75"),
+        ({"engine": {"targets": []}}, "needs a target"),
+        ({"engine": {"refit": True}}, "cannot build with engine.refit"),
+        ({"engine": {"backend": "onnxruntime", "targets": []}}, "cannot take compute_dtype float16"),
+        ({"compute_dtype": "bfloat16"}, "is not what the recipe describes"),
+    ],
+)
+def test_what_build_engine_would_refuse_is_refused_at_once(half_export, half, tmp_path, changes, words):
+    recipe = half(**(changes | {"engine": TRT | changes.get("engine", {})}))
+    with pytest.raises(DtoolError, match=words):
+        search(half_export, recipe, tmp_path / "mix.toml", "kl", 0.1, text="no such text")
+
+
+def test_a_search_for_a_gpu_host_needs_neither_gpu_nor_its_packages(half_export, half, tmp_path, monkeypatch):
+    monkeypatch.setattr("toolchain.engine.preflight.installed_gpus", list)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    recipe = half(engine=TRT | {"backend": "tensorrt", "targets": []})
+    assert search(half_export, recipe, tmp_path / "mix.toml", "kl", 0.3, formats=("int4",)).passed
+
+
+def test_blocks_are_at_most_as_long_as_the_context_that_is_served(tiny_text, base, texts, tmp_path):
+    export = export_to(tmp_path / "export", tiny_text, context_len=64)
+    search(export, base(), tmp_path / "fits.toml", "kl", 1.0, formats=("none",), seq_len=64, text=texts["evaluation"])
+    with pytest.raises(DtoolError, match="to measure on are longer") as refusal:
+        search(export, base(), tmp_path / "mix.toml", "kl", 1.0, formats=("none",), seq_len=65)
+    assert "64 (context_len)" in refusal.value.expected
+    long = base(kv_cache={"format": "int8"})
+    long = long.model_copy(update={"calibration": long.calibration.model_copy(update={"seq_len": 65})})
+    with pytest.raises(DtoolError, match="calibration blocks are longer"):
+        search(export, long, tmp_path / "mix.toml", "kl", 1.0, formats=("none",))
+
+
+def test_impossible_requests_are_refused_before_any_work(half_export, half, tmp_path):
     out = tmp_path / "mix.toml"
     with pytest.raises(DtoolError, match="smallest formats of all units") as refusal:
-        search(text_export, base(engine=TRT), out, "mb", 0.01)
+        search(half_export, half(), out, "mb", 0.01)
     least = float(refusal.value.fix.split()[1].rstrip(","))
-    assert search(text_export, base(engine=TRT), out, "mb", least).passed
+    assert search(half_export, half(), out, "mb", least).passed
     with pytest.raises(DtoolError, match="cannot be written"):
-        search(text_export, base(engine=TRT), out, "mb", least)
-    artifact = quantize_artifact(text_export, base(), tmp_path / "q", report=quiet)
+        search(half_export, half(), out, "mb", least)
+    artifact = quantize_artifact(half_export, half(), tmp_path / "q", report=quiet)
     with pytest.raises(DtoolError, match="quantize"):
-        search(artifact.path, base(engine=TRT), tmp_path / "x.toml", "mb", least)
+        search(artifact.path, half(), tmp_path / "x.toml", "mb", least)
     with pytest.raises(DtoolError, match="too short"):
-        search(text_export, base(engine=TRT), tmp_path / "x.toml", "mb", least, blocks=10_000)
+        search(half_export, half(), tmp_path / "x.toml", "mb", least, blocks=10_000)
 
 
 @pytest.mark.parametrize(
@@ -152,15 +199,13 @@ def test_a_recipe_survives_being_written():
         assert parse_recipe(tomllib.loads(recipe_text(recipe)), "written") == recipe
 
 
-def test_the_source_is_left_alone(text_export, base, tmp_path):
-    search(text_export, base(engine=TRT), tmp_path / "mix.toml", "kl", 0.1)
-    open_artifact(text_export, check_hashes=True)
+def test_the_source_is_left_alone(half_export, half, tmp_path):
+    search(half_export, half(), tmp_path / "mix.toml", "kl", 0.1)
+    open_artifact(half_export, check_hashes=True)
 
 
-def test_nothing_to_choose_an_artifact_as_the_place_and_blocks_too_long_are_refused(text_export, base, tmp_path):
-    with pytest.raises(DtoolError, match="nothing to choose between"):
-        search(text_export, base(engine=TRT), tmp_path / "mix.toml", "kl", 0.1, formats=("int8",))
+def test_an_artifact_as_the_place_and_blocks_too_long_are_refused(half_export, half, tmp_path):
     with pytest.raises(DtoolError, match="outside artifacts"):
-        search(text_export, base(engine=TRT), text_export / "mix.toml", "kl", 0.1)
+        search(half_export, half(), half_export / "mix.toml", "kl", 0.1)
     with pytest.raises(DtoolError, match="longer than the model's positions"):
-        search(text_export, base(engine=TRT), tmp_path / "mix.toml", "kl", 0.1, seq_len=100_000)
+        search(half_export, half(), tmp_path / "mix.toml", "kl", 0.1, seq_len=129)

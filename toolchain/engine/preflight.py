@@ -7,7 +7,7 @@ from typing import Any
 
 from toolchain.artifact import Artifact
 from toolchain.engine.profiles import ENGINE_PHASES
-from toolchain.engine.rules import RULES, Facts
+from toolchain.engine.rules import RULES, TOOL_RULES, Facts
 from toolchain.engine.targets import Target, require_format, targets_named
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES
@@ -26,9 +26,24 @@ def preflight(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path]
     config = DecoderConfig.model_validate(source.json("decoder.json"))
     check_sizes(engine, config)
     facts = Facts(source, engine, targets, _load_graphs(source), tuple(plugin_libraries))
-    for rule in RULES[engine.backend]:
+    for rule in (*RULES[engine.backend], *TOOL_RULES[engine.backend]):
         rule(facts)
     return targets
+
+
+def check_export(source: Artifact, recipe: Recipe) -> None:
+    """What `preflight` will refuse of what the recipe makes of an export, on a host that has GPU and packages."""
+    engine = recipe.engine
+    check_combination(recipe)
+    check_sizes(engine, DecoderConfig.model_validate(source.json("decoder.json")))
+    targets = _named_targets(engine)
+    if targets and engine.attention == "plugin":
+        from toolchain.engine.plugin import require_kernels
+
+        require_kernels(targets)
+    facts = Facts(source, engine, targets, _load_graphs(source))
+    for rule in RULES[engine.backend]:
+        rule(facts)
 
 
 def check_formats(recipe: Recipe) -> None:
@@ -43,9 +58,14 @@ def check_formats(recipe: Recipe) -> None:
 
 def check_recipe(recipe: Recipe) -> None:
     """What `preflight` will refuse, as far as the recipe tells before there is a graph."""
+    _targets(recipe.engine)
+    require_backend(recipe.engine.backend)
+    check_combination(recipe)
+
+
+def check_combination(recipe: Recipe) -> None:
+    """Refuse formats that the recipe's backend, attention or targets do not have, on whatever machine."""
     engine = recipe.engine
-    _targets(engine)
-    require_backend(engine.backend)
     check_formats(recipe)
     for refusal in engine_refusals(recipe):
         raise refusal
@@ -98,12 +118,17 @@ def require_backend(backend: str) -> None:
         )
 
 
+def _named_targets(engine: Engine) -> tuple[Target, ...]:
+    """The targets that the recipe names; tensorrt may leave them to the machine it runs on."""
+    if engine.backend == "onnxruntime" or (engine.backend == "tensorrt" and not engine.targets):
+        return ()
+    return targets_named(engine.targets, engine.backend)
+
+
 def _targets(engine: Engine) -> tuple[Target, ...]:
     """The recipe's targets; TensorRT compiles for the GPU of this machine, which must be what they say."""
-    if engine.backend == "onnxruntime":
-        return ()
     if engine.backend != "tensorrt":
-        return targets_named(engine.targets, engine.backend)
+        return _named_targets(engine)
     gpus = installed_gpus()
     if not gpus:
         raise DtoolError(

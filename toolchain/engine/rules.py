@@ -294,10 +294,15 @@ TENSORRT_RULES = (
     _check_cache,
     _check_formats,
     _check_attention,
-    _check_plugin,
 )
 RULES: dict[str, tuple[Callable[[Facts], None], ...]] = {
     "tensorrt": TENSORRT_RULES,
     "tensorrt-rtx": TENSORRT_RULES,
     "onnxruntime": (_check_embedded_dtype, _check_embedded_formats),
 }
+TOOL_RULES: dict[str, tuple[Callable[[Facts], None], ...]] = {
+    "tensorrt": (_check_plugin,),
+    "tensorrt-rtx": (_check_plugin,),
+    "onnxruntime": (),
+}
+"""What this machine must have for it."""

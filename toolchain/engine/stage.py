@@ -25,6 +25,7 @@ from toolchain.recipe_sections import Engine
 
 STAGE = "engine"
 SOURCES = ("export", "quantize")
+QUANTIZED = ("weights", "activations", "kv_cache")
 DECODER, TOKENIZER, REPORT = "decoder.json", "tokenizer", "report.json"
 DISTRIBUTIONS = {
     "tensorrt": ("tensorrt", "tensorrt-cu13"),
@@ -71,15 +72,15 @@ def build_engine(
     return open_artifact(out, (STAGE,), check_hashes=False)
 
 
-def check_source(source: Artifact, recipe: Recipe) -> None:
-    """Refuse a source that is not what the recipe describes, in either direction."""
+def check_source(source: Artifact, recipe: Recipe, sections: Sequence[str] = QUANTIZED) -> None:
+    """Refuse a source that is not what the recipe describes, in either direction: its floats, and these sections."""
     made = source.manifest.recipe
     asked = recipe.model_dump(mode="json")
     differs = [("compute_dtype", asked["compute_dtype"], source.manifest.details.get("compute_dtype"))]
     if recipe.context_len is not None:
         context_len = source.json("decoder.json")["context_len"]
         differs.append(("context_len", recipe.context_len, context_len))
-    for section in ("weights", "activations", "kv_cache"):
+    for section in sections:
         wanted, found = asked[section], made.get(section, {"format": "none"})
         if wanted["format"] == found["format"] == "none":
             continue  # what is not used need not agree

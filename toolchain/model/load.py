@@ -43,8 +43,8 @@ def load_decoder(folder: Path, dtype: str = "float32", context_len: int | None =
     return decoder
 
 
-def load_artifact_decoder(artifact: Artifact) -> Decoder:
-    """The decoder of an export or quantized artifact, with its exact rounding."""
+def load_artifact_decoder(artifact: Artifact, dtype: str = "") -> Decoder:
+    """The decoder of an export or quantized artifact, with its exact rounding; in `dtype` where not in its own."""
     if "weights.safetensors" not in artifact.manifest.files or artifact.manifest.stage == "engine":
         raise DtoolError(
             f"{artifact.path} holds no weights by parameter name",
@@ -54,7 +54,7 @@ def load_artifact_decoder(artifact: Artifact) -> Decoder:
         )
     config = DecoderConfig.model_validate(artifact.json("decoder.json"))
     entries = read_header(artifact.file("weights.safetensors"))
-    dtype = str(artifact.manifest.details["compute_dtype"])
+    dtype = dtype or str(artifact.manifest.details["compute_dtype"])
     decoder = empty_decoder(config)
     quantized = {n for n in entries if n + SCALE_SUFFIX in entries}
     shapes = parameter_shapes(config)
@@ -63,7 +63,7 @@ def load_artifact_decoder(artifact: Artifact) -> Decoder:
     details = artifact.manifest.details
     rounding = {name: tuple(how) for name, how in details.get("rounded_inputs", {}).items()}
     _install_quantized(decoder, entries, rounding, format_named(dtype).torch_dtype)
-    _install_bases(decoder, entries)
+    _install_bases(decoder, entries, format_named(dtype).torch_dtype)
     for i, cache in enumerate(caches_of(artifact.manifest.kv_contract, config.num_hidden_layers)):
         if cache.quantized:
             scales = None if cache.token_scales else _cache_scales(entries, config, i)
@@ -113,9 +113,10 @@ def _install_quantized(
     """`rounding`: (format, granularity) by the name of the product whose input is rounded."""
 
     def linear(path: str, codes: torch.Tensor, scale: torch.Tensor, bias: Any) -> QuantizedLinear:
-        parts = (entries.get(f"{path}.{part}") for part in (INPUT_SCALE, CENTER, OFFSET))
-        read = (None if part is None else read_tensor(part) for part in parts)
-        return QuantizedLinear(codes, scale, bias, rounding.get(path), *read)
+        names = (f"{path}.{part}" for part in (INPUT_SCALE, CENTER, OFFSET))
+        input_scale, *means = (read_tensor(entries[name]) if name in entries else None for name in names)
+        held = (None if mean is None else mean.to(dtype) for mean in means)
+        return QuantizedLinear(codes, scale, bias, rounding.get(path), input_scale, *held)
 
     for name, entry in entries.items():
         if name + SCALE_SUFFIX not in entries:
@@ -132,13 +133,18 @@ def _install_quantized(
             setattr(parent, attribute, linear(path, codes, scale, old.bias))
 
 
-def _install_bases(decoder: Decoder, entries: Mapping[str, TensorEntry]) -> None:
+def _install_bases(decoder: Decoder, entries: Mapping[str, TensorEntry], dtype: torch.dtype) -> None:
     """The bases of the stream and of the feed-forward's inputs, and the excess of some channels."""
-    read = {name: read_tensor(entries[name]) for name in (ROTATION, FEED_FORWARD_ROTATION) if name in entries}
+
+    def held(name: str) -> torch.Tensor:
+        tensor = read_tensor(entries[name])
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    read = {name: held(name) for name in (ROTATION, FEED_FORWARD_ROTATION) if name in entries}
     decoder.rotation_EE, rotation_nn = read.get(ROTATION), read.get(FEED_FORWARD_ROTATION)
     for i, block in enumerate(decoder.model.layers):
         names = [f"model.layers.{i}.mlp.down_proj.{part}" for part in (LIMIT, CHANNELS, CHANNEL_WEIGHT)]
-        excess = [read_tensor(entries[name]) for name in names if name in entries]
+        excess = [held(name) for name in names if name in entries]
         if rotation_nn is not None or excess:
             block.mlp.shape = InputShape(rotation_nn, *excess)  # type: ignore[union-attr]
 

@@ -9,7 +9,7 @@ from toolchain.errors import DtoolError
 from toolchain.search.solve import Problem, cheapest, least_loss
 
 Kind = Literal["kl", "rise", "mb"]
-SYMBOLS = {"kl": "nats of KL", "rise": "nats of rise of the NLL", "mb": "MB of weights"}
+SYMBOLS = {"kl": "nats of KL", "rise": "nats of rise of the NLL", "mb": "MB of weights and cache"}
 
 LEAST_RATIO, SMALLEST = 0.1, 1e-9
 """A rise may come out below zero on a short text: that is no reason to believe in a tenth of the estimate or less."""
@@ -17,7 +17,10 @@ LEAST_RATIO, SMALLEST = 0.1, 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The most of one thing: mean KL or rise of the mean NLL against float (nats), or megabytes (1e6) of weights."""
+    """The most of one thing: mean KL or rise of the mean NLL against float (nats), or megabytes (1e6 bytes).
+
+    Megabytes are those of the weights and of the KV cache of one sequence that fills `engine.kv_capacity`.
+    """
 
     kind: Kind
     most: float
@@ -40,21 +43,26 @@ class Budget:
         if self.kind == "mb" and least > self.most * 1e6:
             raise DtoolError(
                 "no mix of these formats is that small",
-                expected=f"at most {self.most:g} MB of weights",
+                expected=self.text(),
                 found=f"{least / 1e6:.2f} MB in the smallest formats of all units",
-                fix=f"--budget-mb {math.ceil(least / 1e4) / 100:g}, smaller formats, or fewer matrices in weights.skip",
+                fix=f"--budget-mb {math.ceil(least / 1e4) / 100:g}, smaller formats, a smaller engine.kv_capacity, "
+                "or fewer matrices in weights.skip",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A whole request: the budget, the formats beside the base recipe's, and the text to measure on."""
+    """A whole request: the budget, the formats beside the base recipe's, and the text to measure on.
+
+    `heads`: whether every KV head of a quantized cache is measured too.
+    """
 
     budget: Budget
     formats: Sequence[str] = ()
     text: str | None = None
     blocks: int = 4
     seq_len: int = 256
+    heads: bool = False
 
 
 def make_budget(kl: float | None, rise: float | None, mb: float | None) -> Budget:
@@ -91,10 +99,11 @@ def make_question(
     text: str | None = None,
     blocks: int = 4,
     seq_len: int = 256,
+    heads: bool = False,
 ) -> Question:
     """A request as the command line has it; `formats` are separated by commas. Raises as `make_budget`."""
     names = tuple(name.strip() for name in (formats or "").split(",") if name.strip())
-    return Question(make_budget(budget_kl, budget_rise, budget_mb), names, text, blocks, seq_len)
+    return Question(make_budget(budget_kl, budget_rise, budget_mb), names, text, blocks, seq_len, heads)
 
 
 @dataclass(slots=True)

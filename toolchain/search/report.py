@@ -1,9 +1,10 @@
 """A search as a page and as JSON types: what was chosen, what everything costs, and what other budgets would buy."""
 
+from collections import Counter
 from typing import Any
 
 from toolchain.errors import GateFailed
-from toolchain.report import Bars, Frontier, Page, Table
+from toolchain.report import Bars, Frontier, Heat, Page, Table
 from toolchain.search.stage import SearchResult, Trial
 
 ESTIMATED = "KL (nats)"
@@ -12,8 +13,10 @@ ESTIMATED = "KL (nats)"
 def search_document(result: SearchResult) -> dict[str, Any]:
     """The result as JSON types; equal searches give equal documents.
 
-    `sensitivity`: measured KL (nats) of each unit in each format, all else in float. `trials`: mixes quantized for
-    real, `kl` and `rise` measured, `estimated_kl` the sum of sensitivities. `frontier`: estimated.
+    `bytes`: of weights and of the cache of one sequence of `cache_tokens`, `cache_bytes` of the latter alone.
+    `sensitivity`: measured KL (nats) of each unit in each format, all else in float; `heads`: of each KV head's cache,
+    null where it was not asked for. `trials`: mixes quantized for real, `kl` and `rise` measured, `estimated_kl` the
+    sum of sensitivities. `frontier`: estimated.
     """
     problem = result.problem
     return {
@@ -22,6 +25,7 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "base": result.base,
         "formats": list(result.formats),
         "text": result.text,
+        "cache_tokens": result.capacity,
         "chosen": None if result.best is None else _trial(result.best),
         "trials": [_trial(trial) for trial in result.trials],
         "sensitivity": [
@@ -29,14 +33,15 @@ def search_document(result: SearchResult) -> dict[str, Any]:
             for unit, formats in problem.loss.items()
             for fmt, kl in formats.items()
         ],
+        "heads": None if result.heads is None else [{"layer": i, "kl": losses} for i, losses in result.heads.items()],
         "fixed": {"bytes": problem.fixed_bytes, "kl": problem.fixed_loss},
         "frontier": [{"bytes": problem.bytes_of(m), "estimated_kl": problem.loss_of(m)} for m in result.frontier],
     }
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
-    measured = {"bytes": trial.bytes, "kl": trial.kl, "rise": trial.rise, "estimated_kl": trial.estimated_kl}
-    return measured | {"mix": trial.mix}
+    sizes = {"bytes": trial.bytes, "cache_bytes": trial.cache_bytes}
+    return sizes | {"kl": trial.kl, "rise": trial.rise, "estimated_kl": trial.estimated_kl, "mix": trial.mix}
 
 
 def _verdict(result: SearchResult) -> str:
@@ -57,39 +62,61 @@ def require_passed(result: SearchResult) -> None:
 
 
 def search_page(result: SearchResult) -> Page:
-    """The chosen mix, the frontier it lies near, the trials, and the sensitivity of every unit."""
-    best, problem = result.best, result.problem
+    """The chosen mix, the frontier it lies near, the trials, and the sensitivity of every unit and KV head."""
+    best = result.best
     assert best is not None
+    weights = (best.bytes - best.cache_bytes) / 1e6
     facts = (
         ("budget", result.budget.text()),
-        ("weights", f"{best.bytes / 1e6:.2f} MB"),
+        ("size", f"{best.bytes / 1e6:.2f} MB: weights {weights:.2f}, KV cache {best.cache_bytes / 1e6:.2f}"),
+        ("weights", _chosen(result, best, caches=False)),
+        ("KV cache", f"{_chosen(result, best, caches=True)}; counted for one sequence of {result.capacity} tokens"),
         ("KL", f"{best.kl:.4g} nats measured, {best.estimated_kl:.4g} estimated"),
         ("rise of the NLL", f"{best.rise:.4g} nats measured"),
         ("text", result.text),
-        ("formats", ", ".join(f"{fmt} ({_count(best, fmt)} units)" for fmt in result.formats)),
         ("time", ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result.seconds.items())),
     )
-    smallest = min(result.formats, key=lambda fmt: problem.bytes_of(problem.uniform(fmt)))
-    bars = tuple((unit, formats.get(smallest, 0.0)) for unit, formats in problem.loss.items())
-    columns = ("unit", "chosen", *(f"{fmt} KL" for fmt in result.formats))
-    rows = tuple(
-        (unit, best.mix[unit], *(formats.get(fmt) for fmt in result.formats)) for unit, formats in problem.loss.items()
-    )
-    parts = (_frontier(result, best), _trials(result), Bars(f"KL of each unit in {smallest} alone", "nats", bars))
-    table = Table("Units", columns, rows, "Mean KL to the float model with that unit alone in that format, measured.")
-    return Page("Search for the cheapest mix", _verdict(result), facts, (*parts, table))
+    parts = (_frontier(result, best), _trials(result), *_heads(result), _sensitivities(result), _units(result, best))
+    return Page("Search for the cheapest mix", _verdict(result), facts, parts)
 
 
-def _count(trial: Trial, fmt: str) -> int:
-    return sum(taken == fmt for taken in trial.mix.values())
+def _chosen(result: SearchResult, best: Trial, *, caches: bool) -> str:
+    """How many units got each format."""
+    counts = Counter(best.mix[unit.name] for unit in result.found if unit.is_cache == caches)
+    parts = (f"{fmt} ({n} {'layers' if caches else 'units'})" for fmt, n in sorted(counts.items()))
+    return ", ".join(parts) or "no choice"
+
+
+def _sensitivities(result: SearchResult) -> Bars:
+    problem = result.problem
+    smallest = problem.extremes()[0]
+    bars = tuple((f"{unit}, {smallest[unit]}", formats[smallest[unit]]) for unit, formats in problem.loss.items())
+    return Bars("KL of each unit alone in its smallest format", "nats", bars)
+
+
+def _units(result: SearchResult, best: Trial) -> Table:
+    loss = result.problem.loss
+    taken = dict.fromkeys(fmt for formats in loss.values() for fmt in formats)
+    columns = ("unit", "chosen", *(f"{fmt} KL" for fmt in taken))
+    rows = tuple((unit, best.mix[unit], *(formats.get(fmt) for fmt in taken)) for unit, formats in loss.items())
+    return Table("Units", columns, rows, "Mean KL to the float model with that unit alone in that format, measured.")
+
+
+def _heads(result: SearchResult) -> tuple[Heat, ...]:
+    if result.heads is None:
+        return ()
+    rows = tuple((str(layer), tuple(losses)) for layer, losses in result.heads.items())
+    note = "Mean KL to the float model with the keys and values of that KV head alone rounded, measured."
+    return (Heat("KL of each KV head's cache alone", ESTIMATED, ("layer", "KV head"), rows, note),)
 
 
 def _trials(result: SearchResult) -> Table:
+    met = [result.budget.is_met(t.bytes, t.kl, t.rise) for t in result.trials]
     rows = tuple(
-        (i, t.bytes / 1e6, t.estimated_kl, t.kl, t.rise, result.budget.is_met(t.bytes, t.kl, t.rise))
+        (i, t.bytes / 1e6, t.cache_bytes / 1e6, t.estimated_kl, t.kl, t.rise, met[i - 1])
         for i, t in enumerate(result.trials, 1)
     )
-    columns = ("round", "MB", "KL estimated", "KL measured", "rise measured", "meets the budget")
+    columns = ("round", "MB", "of it cache", "KL estimated", "KL measured", "rise measured", "meets the budget")
     return Table("Mixes quantized for real", columns, rows)
 
 
@@ -101,4 +128,4 @@ def _frontier(result: SearchResult, best: Trial) -> Frontier:
     marks = [(f"all {fmt}", problem.bytes_of(mix) / 1e6, problem.loss_of(mix)) for fmt, mix in uniform]
     marks.append(("chosen, measured", best.bytes / 1e6, best.kl))
     note = "Line and uniform mixes: sums of sensitivities. Chosen: the recipe as written, quantized and measured."
-    return Frontier("What other budgets would buy", "MB of weights", ESTIMATED, line, tuple(marks), note)
+    return Frontier("What other budgets would buy", "MB of weights and cache", ESTIMATED, line, tuple(marks), note)

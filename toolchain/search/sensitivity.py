@@ -111,23 +111,29 @@ class FloatModel:
         return Loss(mean, rise / (batch * (new - 1))) if math.isfinite(mean) else Loss(float("inf"), float("inf"))
 
     @contextlib.contextmanager
-    def quantized(self, matrices: Sequence[str], plan: QuantizePlan, caches: Sequence[int] = ()) -> Iterator[None]:
-        """Within the block these matrices, as the plan has them, and the caches of these layers are rounded."""
+    def quantized(self, matrices: Sequence[str], plan: QuantizePlan) -> Iterator[None]:
+        """Within the block these matrices are rounded as the plan has them."""
         undo: list[Callable[[], None]] = []
         try:
             with torch.inference_mode():
                 for name in matrices:
                     if name in plan.weights:
                         self._round(name, plan, undo)
-            for i in caches:
-                attention: Any = self.decoder.model.layers[i].self_attn
-                before = attention.scales_K, attention.spec
-                undo.append(lambda a=attention, b=before: _restore_cache(a, b))
-                attention.quantize_cache(self.cache_format, self.cache_scales.get(i))
             yield
         finally:
             for step in reversed(undo):
                 step()
+
+    @contextlib.contextmanager
+    def quantized_cache(self, layer: int) -> Iterator[None]:
+        """Within the block the cache of this layer holds codes."""
+        attention: Any = self.decoder.model.layers[layer].self_attn
+        before = attention.scales_K, attention.spec
+        attention.quantize_cache(self.cache_format, self.cache_scales.get(layer))
+        try:
+            yield
+        finally:
+            attention.scales_K, attention.spec = before
 
     def _round(self, name: str, plan: QuantizePlan, undo: list[Callable[[], None]]) -> None:
         path, _, attribute = name.rpartition(".")
@@ -161,10 +167,6 @@ class FloatModel:
             return (how.format, how.granularity), None
         scale = scale_from_amax(self.seen[name].amax.max(), how.format, held_in=self.held_in)
         return (how.format, how.granularity), scale
-
-
-def _restore_cache(attention: Any, before: tuple[Any, Any]) -> None:
-    attention.scales_K, attention.spec = before
 
 
 def prepare_model(

@@ -9,16 +9,21 @@ The rise of the NLL is estimated by the KL: over text that the model itself writ
 KL has none of the sampling noise that would let a search pick lucky units; step 4 brings in what the text says.
 """
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from toolchain.artifact import Artifact, enclosing_artifact, open_artifact, write_atomic
+from toolchain.engine.preflight import check_export
+from toolchain.engine.stage import check_source
 from toolchain.errors import DtoolError
+from toolchain.model.caches import caches_of
 from toolchain.model.config import DecoderConfig
+from toolchain.quantize.calibration import calibration_blocks
 from toolchain.quantize.job import plan_recipe
 from toolchain.quantize.plan import plan_quantization
 from toolchain.quantize.progress import time_span
@@ -37,11 +42,12 @@ ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A mix quantized for real: its bytes of weights, its measured and its estimated loss (nats)."""
+    """A mix quantized for real: its bytes of weights and cache, its measured and its estimated loss (nats)."""
 
     mix: dict[str, str]
     recipe: str
     bytes: int
+    cache_bytes: int
     kl: float
     rise: float
     estimated_kl: float
@@ -51,7 +57,8 @@ class Trial:
 class SearchResult:
     """What a search found: `best` of `trials`, the frontier it lies on, and what every unit costs.
 
-    `seconds` of the parts of the work; they are in no document, which repeats byte for byte.
+    `capacity`: tokens that a cache is counted for. `heads`: KL (nats) of each KV head by layer, where it was asked
+    for. `seconds` of the parts of the work; they are in no document, which repeats byte for byte.
     """
 
     budget: Budget
@@ -60,9 +67,11 @@ class SearchResult:
     found: tuple[Unit, ...]
     problem: Problem
     text: str
+    capacity: int
     trials: list[Trial] = field(default_factory=list)
     best: Trial | None = None
     passed: bool = False
+    heads: dict[int, list[float]] | None = None
     frontier: list[dict[str, str]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -73,32 +82,48 @@ def search_formats(
     """Write to `out` the recipe of the cheapest mix that meets the budget, or of the nearest to it.
 
     `passed` of the result says whether it does. Raises DtoolError before any work for a source that is no export,
-    formats the engine cannot take, megabytes that no mix can meet, missing text, or an output that is in the way.
+    a recipe that no engine can be built of, formats the engine cannot take, megabytes that no mix can meet, missing
+    text, or an output that is in the way.
     """
     _check_out(out)
     exported = open_artifact(source, ("export",))
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
     entries = read_header(exported.file(WEIGHTS))
+    check_source(exported, recipe, sections=())
+    check_export(exported, recipe)
+    _check_heads(recipe, question)
     formats = units.choose_formats(recipe, question.formats)
     found = units.find_units(config, recipe)
     compute_dtype = str(exported.manifest.details["compute_dtype"])
-    plan_recipe(config, units.mixed_recipe(recipe, (), {}, recipe.about), compute_dtype)
+    plan_recipe(config, recipe, compute_dtype)
     choices = {unit.name: units.possible_formats(config, unit, recipe, formats) for unit in found}
     sizes, rest = units.format_bytes(entries, config, recipe, found, choices)
     empty = Problem(sizes, {u: dict.fromkeys(f, 0.0) for u, f in sizes.items()}, rest)
     question.budget.check_bytes(empty)
     ids_BT, described = held_out_text(exported, recipe, question)
-    begin = time.perf_counter()
-    model, plans = _prepared(exported, entries, config, recipe, found, formats, choices, ids_BT, report)
-    problem = _measured(model, plans, recipe, found, empty, report)
-    measured = time.perf_counter()
-    result = SearchResult(question.budget, units.base_format(recipe), formats, found, problem, described)
-    result.frontier = solve.frontier(problem)
-    _search(result, source, recipe, model, report)
-    result.seconds = {"sensitivity": measured - begin, "search": time.perf_counter() - measured}
+    base, capacity = units.base_format(recipe), recipe.engine.kv_capacity
+    result = SearchResult(question.budget, base, formats, found, empty, described, capacity)
+    with _timed(result, "sensitivity"):
+        model, plans = _prepared(exported, entries, config, recipe, found, formats, choices, ids_BT, report)
+        result.problem = _measured(model, plans, found, empty, report)
+    if question.heads:
+        from toolchain.search.heads import head_losses
+
+        with _timed(result, "KV heads"):
+            result.heads = head_losses(model, [unit.layer for unit in found if unit.is_cache], report)
+    with _timed(result, "search"):
+        result.frontier = solve.frontier(result.problem)
+        _search(result, source, recipe, model, report)
     assert result.best is not None
     write_atomic(out, result.best.recipe.encode())
     return result
+
+
+@contextlib.contextmanager
+def _timed(result: SearchResult, part: str) -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    result.seconds[part] = time.perf_counter() - begin
 
 
 def _check_out(out: Path) -> None:
@@ -111,6 +136,16 @@ def _check_out(out: Path) -> None:
         )  # fmt: skip
 
 
+def _check_heads(recipe: Recipe, question: Question) -> None:
+    if question.heads and recipe.kv_cache.format == "none":
+        raise DtoolError(
+            "there is no quantized cache whose heads could be measured",
+            expected="kv_cache.format other than none with --heads",
+            found="kv_cache.format none",
+            fix="leave --heads out, or --set kv_cache.format=int8",
+        )
+
+
 def held_out_text(exported: Artifact, recipe: Recipe, question: Question) -> tuple[Any, str]:
     """Token ids int64 [blocks, seq_len] for the measuring, and what they are.
 
@@ -118,11 +153,11 @@ def held_out_text(exported: Artifact, recipe: Recipe, question: Question) -> tup
     text the first. Raises DtoolError when it is too short.
     """
     c, own = recipe.calibration, question.text in (None, recipe.calibration.data)
-    positions = int(exported.json("decoder.json")["max_position_embeddings"])
+    positions = int(exported.json("decoder.json")["context_len"])
     if question.seq_len > positions:
         raise DtoolError(
             "the blocks to measure on are longer than the model's positions",
-            expected=f"--seq-len of at most {positions}",
+            expected=f"--seq-len of at most {positions} (context_len)",
             found=str(question.seq_len),
             fix="measure on shorter blocks",
         )
@@ -163,38 +198,30 @@ def _prepared(
     recipes = [units.mixed_recipe(recipe, found, mix, recipe.about) for mix in mixes]
     static = any(plan_quantization(config, r).static for r in recipes)
     changed = recipe.rotation.is_on or recipe.smoothing.is_on or recipe.kv_cache.is_static
-    blocks, c = None, recipe.calibration
-    if static or changed:
-        asked = {"blocks": c.samples, "seq_len": c.seq_len, "seed": c.seed}
-        blocks = _blocks(exported, find_data(c.data), c.chat, **asked).numpy()
+    blocks = calibration_blocks(exported.path, recipe, config) if static or changed else None
     decoder = load_artifact_decoder(exported)
     model = prepare_model(decoder, entries, recipes, blocks, ids_BT, report)
     return model, {f: plan_quantization(config, r) for f, r in zip(formats, recipes, strict=True)}
 
 
-def _measured(
-    model: Any, plans: Mapping[str, Any], recipe: Recipe, found: Sequence[Unit], empty: Problem, report: Report
-) -> Problem:
+def _measured(model: Any, plans: Mapping[str, Any], found: Sequence[Unit], empty: Problem, report: Report) -> Problem:
     """The problem with the measured loss of every unit in every format, and of all that is no choice."""
     first = next(iter(plans.values()))
     names = {name for unit in found for name in unit.matrices}
     fixed = [name for name in first.weights if name not in names]
-    open_caches = any(unit.is_cache for unit in found)
-    layers = range(model.decoder.config.num_hidden_layers)
-    caches = layers if recipe.kv_cache.format != "none" and not open_caches else ()
     loss = {unit: dict(values) for unit, values in empty.loss.items()}
     asked = [(u, f) for u in found for f in empty.bytes[u.name] if f != "none"]
     begin = time.perf_counter()
     for done, (unit, fmt) in enumerate(asked, 1):
         plan = plans.get(fmt, first)
-        with model.quantized(unit.matrices, plan, [unit.layer] if unit.is_cache else ()):
+        with model.quantized_cache(unit.layer) if unit.is_cache else model.quantized(unit.matrices, plan):
             kl = model.loss_from(unit.layer).kl
         loss[unit.name][fmt] = kl
         left = (time.perf_counter() - begin) / done * (len(asked) - done)
         report(f"{done} of {len(asked)}: {unit.name} in {fmt} costs {kl:.3g} nats; {time_span(left)} left")
     kept = 0.0
-    if fixed or caches:
-        with model.quantized(fixed, first, caches):
+    if fixed:
+        with model.quantized(fixed, first):
             kept = model.loss_from(0).kl
         report(f"what is no choice costs {kept:.3g} nats")
     return Problem(empty.bytes, loss, empty.fixed_bytes, kept)
@@ -209,9 +236,9 @@ def _search(result: SearchResult, source: Path, recipe: Recipe, model: Any, repo
             break
         about = f"{recipe.about}; formats mixed by search: {result.budget.text()}"
         text = recipe_text(units.mixed_recipe(recipe, result.found, mix, about))
-        size, loss = _quantized_loss(source, text, model)
-        size += sum(result.problem.bytes[u.name][mix[u.name]] for u in result.found if u.is_cache)
-        trial = Trial(mix, text, size, loss.kl, loss.rise, result.problem.loss_of(mix))
+        size, cached, loss = _quantized_loss(source, text, model)
+        size += cached
+        trial = Trial(mix, text, size, cached, loss.kl, loss.rise, result.problem.loss_of(mix))
         result.trials.append(trial)
         met = result.budget.is_met(trial.bytes, trial.kl, trial.rise)
         report(
@@ -225,8 +252,8 @@ def _search(result: SearchResult, source: Path, recipe: Recipe, model: Any, repo
     result.best = min(meeting, key=lambda t: (t.bytes, t.kl)) if meeting else min(result.trials, key=nearest)
 
 
-def _quantized_loss(source: Path, text: str, model: Any) -> tuple[int, Any]:
-    """Bytes of the weights and the loss of what `dtool quantize` makes of the written recipe."""
+def _quantized_loss(source: Path, text: str, model: Any) -> tuple[int, int, Any]:
+    """Bytes of the weights, of the cache, and the loss of what `dtool quantize` makes of the written recipe."""
     import torch
 
     from toolchain.model.load import load_artifact_decoder
@@ -240,15 +267,16 @@ def _quantized_loss(source: Path, text: str, model: Any) -> tuple[int, Any]:
         artifact = open_artifact(source, ("export",), check_hashes=False)
         if recipe.quantizes and _rounds_something(recipe, artifact):
             artifact = quantize_artifact(source, recipe, Path(folder) / "quantized", report=lambda _: None)
-        decoder = load_artifact_decoder(artifact)
+        decoder = load_artifact_decoder(artifact, "float32")
         size = sum(entry.length for entry in read_header(artifact.file(WEIGHTS)).values())
-        decoder.float()
+        caches = caches_of(artifact.manifest.kv_contract, decoder.config.num_hidden_layers)
+        cached = units.cache_bytes(decoder.config, caches, recipe.engine.kv_capacity)
         batch, new = model.ids_BT.shape
         with torch.inference_mode():
             past_B = torch.zeros(batch, dtype=torch.int64)
             x_BTE = decoder.hidden_states(model.ids_BT, past_B, decoder.new_caches(batch, new))
             rows = x_BTE.flatten(0, 1).split(POSITIONS)
-            return size, model.compare(decoder.logits(part[None])[0] for part in rows)
+            return size, cached, model.compare(decoder.logits(part[None])[0] for part in rows)
 
 
 def _rounds_something(recipe: Recipe, artifact: Artifact) -> bool:

@@ -1,23 +1,28 @@
 """What can be chosen: units of matrices, the formats each may take, and what a mix is as a recipe.
 
-A unit is what gets one format: the attention of a layer, its feed-forward, the embedding, the head (tied: both).
-Matrices that `weights.skip` or an override of the base recipe names are no longer a choice and stay as they say.
+A unit is what gets one format: the attention of a layer, its feed-forward, the embedding, the head (tied: both),
+and where the base recipe quantizes the KV cache, the cache of a layer: the recipe's format or the compute type.
+Matrices that `weights.skip` or an override of the base recipe names, and caches that `kv_cache.skip` names, are no
+longer a choice and stay as they say.
 A choice is the base recipe's own settings with other formats; what a recipe makes of a matrix (groups, inputs that
 stay in float) is always asked of `quantize.plan`, so that what is searched is what `dtool quantize` does.
 """
 
 import fnmatch
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toolchain.engine.targets import targets_named
 from toolchain.errors import DtoolError, did_you_mean, name_list
+from toolchain.model.caches import CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.model.parameters import matrix_names, parameter_shapes
-from toolchain.quantize.cache import plan_caches
+from toolchain.model.quantized import KV_SCALES
+from toolchain.quantize.cache import ATTENTION_NAME, plan_caches
 from toolchain.quantize.job import Job
-from toolchain.quantize.plan import EMBEDDING, HEAD, QuantizePlan, legal_group, match_patterns, plan_quantization
+from toolchain.quantize.plan import EMBEDDING, HEAD, legal_group, match_patterns, plan_quantization
 from toolchain.quantize.stream import QuantizedStream
 from toolchain.recipe import Recipe
 from toolchain.recipe_sections import Engine, KVCache, Override
@@ -70,10 +75,10 @@ def choose_formats(recipe: Recipe, asked: Iterable[str]) -> tuple[str, ...]:
         others = ("int4", "none") if base.startswith(("int8", "fp8")) else ("int4", "int8", "none")
         asked = tuple(fmt for fmt in others if not lacking(fmt, recipe.engine))
     formats = tuple(dict.fromkeys((base, *asked)))
-    if len(formats) < 2:
+    if len(formats) < 2 and recipe.kv_cache.format == "none":
         raise DtoolError(
             "there is nothing to choose between",
-            expected="two formats or more, the base recipe's among them",
+            expected="two formats or more, the base recipe's among them, or a quantized cache",
             found=base,
             fix="name others with --formats, or take an engine that has more: --set engine.backend=tensorrt-rtx",
         )
@@ -86,13 +91,6 @@ def choose_formats(recipe: Recipe, asked: Iterable[str]) -> tuple[str, ...]:
                 found=f"{reason} (engine.backend {recipe.engine.backend})",
                 fix="leave it out of --formats, or start from a recipe of another engine",
             )
-    if len(formats) < 2:
-        raise DtoolError(
-            "there is nothing to choose from",
-            expected=f"formats other than the recipe's own {base}",
-            found=name_list(formats),
-            fix="name some with --formats",
-        )
     return formats
 
 
@@ -126,21 +124,20 @@ def find_units(config: DecoderConfig, recipe: Recipe) -> tuple[Unit, ...]:
         left = [name for name in group if not any(fnmatch.fnmatchcase(name, pattern) for pattern in fixed)]
         if left and (title != "head" or len(left) == len(group)):
             units.append(Unit(title, layer, tuple(left)))
+    caches = plan_caches(config, recipe, recipe.compute_dtype)
+    units += [Unit(f"layer {i} cache", i, (), is_cache=True) for i, cache in enumerate(caches) if cache.quantized]
     if not units:
         raise DtoolError(
             "no matrix is open to a choice",
-            expected="matrices that neither weights.skip nor an override of the recipe names",
+            expected="matrices that neither weights.skip nor an override of the recipe names, or a quantized cache",
             found=name_list(fixed),
             fix="start from a recipe that leaves some open",
         )
-    if recipe.kv_cache.format != "none":
-        caches = plan_caches(config, recipe, "float32")
-        units += [Unit(f"layer {i} cache", i, (), is_cache=True) for i in range(count) if caches[i].quantized]
     return tuple(units)
 
 
 def possible_formats(config: DecoderConfig, unit: Unit, recipe: Recipe, formats: Sequence[str]) -> tuple[str, ...]:
-    """The formats a unit's matrices can be stored in: int4 needs inputs that a group divides."""
+    """The formats a unit can be stored in: int4 needs inputs that a group divides; a cache has its own or none."""
     if unit.is_cache:
         return (recipe.kv_cache.format, "none")
     shapes = parameter_shapes(config)
@@ -155,16 +152,25 @@ def mixed_recipe(base: Recipe, units: Iterable[Unit], mix: Mix, about: str) -> R
     Raises DtoolError when the result is not a valid recipe.
     """
     own, units, by_format = base_format(base), list(units), {}
-    plain = [unit.layer for unit in units if unit.is_cache and mix[unit.name] == "none"]
-    if plain and len(plain) == sum(unit.is_cache for unit in units):
-        base = base.model_copy(update={"kv_cache": KVCache()})
-    elif plain:
-        base = skip_cache(base, plain)
+    base = _with_caches(base, [unit for unit in units if unit.is_cache], mix)
     for unit in units:
         if mix[unit.name] != own and not unit.is_cache:
             by_format.setdefault(mix[unit.name], []).extend(unit.matrices)
     added = [Override(match=tuple(names), **_settings(base, fmt)) for fmt, names in sorted(by_format.items())]
     changed = {"about": about} | ({"overrides": (*base.overrides, *added)} if added else {})
+    return base.model_copy(update=changed)
+
+
+def _with_caches(base: Recipe, caches: Sequence[Unit], mix: Mix) -> Recipe:
+    """The recipe with the caches that the mix has in none left out; without a quantized cache where that is all."""
+    plain = [unit.layer for unit in caches if mix[unit.name] == "none"]
+    if not plain:
+        return base
+    if len(plain) < len(caches):
+        return skip_cache(base, plain)
+    changed: dict[str, Any] = {"kv_cache": KVCache(format="none")}
+    if base.smoothing.keys:  # which are for a quantized cache alone
+        changed["smoothing"] = base.smoothing.model_copy(update={"keys": False})
     return base.model_copy(update=changed)
 
 
@@ -184,21 +190,13 @@ def _settings(base: Recipe, fmt: str) -> dict[str, dict[str, Any]]:
     return {name: section for name, section in said.items() if section}
 
 
-def layout_bytes(
-    entries: Mapping[str, TensorEntry], config: DecoderConfig, recipe: Recipe, plan: QuantizePlan
-) -> dict[str, int]:
+def layout_bytes(entries: Mapping[str, TensorEntry], config: DecoderConfig, recipe: Recipe) -> dict[str, int]:
     """Bytes of every tensor of the weights file that `dtool quantize` would write, by name."""
     from toolchain.formats import format_named
 
     caches = plan_caches(config, recipe, next(iter(entries.values())).dtype)
-    layout = QuantizedStream(Job(entries, config, recipe, plan, caches)).layout()
-    sizes = {}
-    for name, (fmt, shape) in layout.items():
-        count = 1
-        for extent in shape:
-            count *= extent
-        sizes[name] = count * format_named(fmt).bytes
-    return sizes
+    layout = QuantizedStream(Job(entries, config, recipe, plan_quantization(config, recipe), caches)).layout()
+    return {name: math.prod(shape) * format_named(fmt).bytes for name, (fmt, shape) in layout.items()}
 
 
 def format_bytes(
@@ -208,37 +206,42 @@ def format_bytes(
     units: Sequence[Unit],
     choices: Mapping[str, Sequence[str]],
 ) -> tuple[dict[str, dict[str, int]], int]:
-    """Bytes of each unit in each of its formats, scales included, and of all the rest of the weights file.
+    """Bytes of each unit in each of its formats, scales included, and of all the rest of weights and caches.
 
     A cache counts with one sequence that fills `engine.kv_capacity`.
     """
     found: dict[str, dict[str, int]] = {unit.name: {} for unit in units}
-    compute, tokens = next(iter(entries.values())).dtype, base.engine.kv_capacity
-    for unit in (unit for unit in units if unit.is_cache):
-        stored = {fmt: compute if fmt == "none" else fmt for fmt in choices[unit.name]}
-        found[unit.name] = {fmt: cache_bytes(config, held, tokens) for fmt, held in stored.items()}
-    units, rest = [unit for unit in units if not unit.is_cache], 0
-    for fmt in dict.fromkeys(fmt for unit in units for fmt in choices[unit.name]):
-        mix = {unit.name: fmt if fmt in choices[unit.name] else choices[unit.name][0] for unit in units}
-        recipe = mixed_recipe(base, units, mix, base.about)
-        sizes = layout_bytes(entries, config, recipe, plan_quantization(config, recipe))
-        owned = {unit.name: sum(_of_matrix(sizes, name) for name in unit.matrices) for unit in units}
+    matrices, rest, sizes = [unit for unit in units if not unit.is_cache], 0, {}
+    for fmt in dict.fromkeys(fmt for unit in matrices for fmt in choices[unit.name]) or (base_format(base),):
+        mix = {unit.name: fmt if fmt in choices[unit.name] else choices[unit.name][0] for unit in matrices}
+        sizes = layout_bytes(entries, config, mixed_recipe(base, matrices, mix, base.about))
+        owned = {unit.name: sum(_of_matrix(sizes, name) for name in unit.matrices) for unit in matrices}
         rest = sum(sizes.values()) - sum(owned.values())
-        for unit in units:
+        for unit in matrices:
             found[unit.name][mix[unit.name]] = owned[unit.name]
+    plain = CacheFormat(next(iter(entries.values())).dtype)
+    caches, tokens = plan_caches(config, base, plain.dtype), base.engine.kv_capacity
+    rest += cache_bytes(config, caches, tokens)
+    for unit in (unit for unit in units if unit.is_cache):
+        quantized, scales = cache_bytes(config, (caches[unit.layer],), tokens), _cache_scales(sizes, unit.layer)
+        found[unit.name] = {base.kv_cache.format: quantized + scales, "none": cache_bytes(config, (plain,), tokens)}
+        rest -= quantized + scales
     return found, rest
 
 
 def _of_matrix(sizes: Mapping[str, int], matrix: str) -> int:
-    """Bytes of a matrix: its codes, its scales, the scale of its input; not of its bias."""
-    return sum(sizes.get(f"{matrix}.{part}", 0) for part in ("weight", "weight_scale", "input_scale"))
+    """Bytes of a matrix: its codes, its scales, all that goes with its input; not its bias."""
+    return sum(size for name, size in sizes.items() if name.rpartition(".")[0] == matrix and name != f"{matrix}.bias")
 
 
-def cache_bytes(config: DecoderConfig, fmt: str, tokens: int) -> int:
-    """Bytes of one layer's cache of one sequence in a format."""
-    from toolchain.formats import format_named
+def _cache_scales(sizes: Mapping[str, int], layer: int) -> int:
+    """Bytes of the static scales of a layer's cache, which lie with the weights."""
+    return sum(sizes.get(f"{ATTENTION_NAME.format(layer)}.{part}", 0) for part in KV_SCALES)
 
-    return 2 * config.num_key_value_heads * config.head_dim * tokens * format_named(fmt).bytes
+
+def cache_bytes(config: DecoderConfig, caches: Iterable[CacheFormat], tokens: int) -> int:
+    """Bytes of layers' caches of one sequence of so many tokens, with the scales that every token brings."""
+    return tokens * sum(cache.token_bytes(config.num_key_value_heads, config.head_dim) for cache in caches)
 
 
 def skip_cache(recipe: Recipe, layers: Iterable[int]) -> Recipe:
