@@ -65,7 +65,6 @@ def check_recipe(recipe: Recipe) -> None:
 
 def check_combination(recipe: Recipe) -> None:
     """Refuse formats that the recipe's backend, attention or targets do not have, on whatever machine."""
-    engine = recipe.engine
     check_formats(recipe)
     for refusal in engine_refusals(recipe):
         raise refusal
