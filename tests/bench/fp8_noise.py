@@ -8,6 +8,7 @@ mean relative error. Per kind of product, that noise relative to E|y|^2 (in unit
     as it is    sum_j a_jj b_jj / tr(A B)                  A = E[x x^T], B = W^T W
     centered    the same with the covariance of x for A    (`activations.center`)
     rotated     tr(A) tr(B) / I / tr(A B)                  any basis in which all channels are alike
+    refitted    the least that any other weights V leave of E|W x - V (x + noise)|^2, centered
     best basis  (sum of the singular values of A^1/2 W^T)^2 / I / tr(A B)   the least of all invertible bases, for each
                 product a dense one of its own, which no folding gives
 
@@ -16,6 +17,7 @@ The first token, which holds the massive activations, takes no part in A.
 """
 
 import argparse
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -32,6 +34,8 @@ from toolchain.text import load_tokenizer, read_texts, token_blocks
 
 KINDS = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 FORMAT = "fp8_e4m3"
+SHARE = 0.75 / (2 * math.log(2)) / (12 * 64)
+"""r^2 of E4M3: steps of 1/8 of a power of two, (1/8)^2 / 12 / m^2 over mantissas 1 <= m < 2, their logarithm even."""
 
 
 def observe(modules, decoder, texts):
@@ -51,19 +55,22 @@ def observe(modules, decoder, texts):
 
 
 def noise(weight_OI, seen):
-    """The four numbers of the table."""
+    """The five numbers of the table."""
     moments_II, mean_I = (seen.hessian / seen.tokens).double(), (seen.signed / seen.tokens).double()
     weights_II = weight_OI.double().mT @ weight_OI.double()
     signal, size_I, gain_I = (moments_II * weights_II).sum(), moments_II.diagonal(), weights_II.diagonal()
     values, vectors = torch.linalg.eigh(moments_II)
     root_II = vectors * values.clamp_min(0).sqrt()
     singular = torch.linalg.eigvalsh(root_II.mT @ weights_II @ root_II).clamp_min(0).sqrt()
-    width = len(size_I)
+    width, spread_II = len(size_I), moments_II - mean_I[:, None] * mean_I
+    noisy_II = spread_II + torch.diag(SHARE * spread_II.diagonal())
+    kept_II = spread_II @ torch.linalg.solve(noisy_II, spread_II)  # what the best V x says of W x
     return [
         float(power / signal)
         for power in (
             (size_I * gain_I).sum(),
-            ((size_I - mean_I.square()) * gain_I).sum(),
+            (spread_II.diagonal() * gain_I).sum(),
+            ((spread_II - kept_II) * weights_II).sum() / SHARE,
             size_I.sum() * gain_I.sum() / width,
             singular.sum().square() / width,
         )
@@ -75,7 +82,7 @@ def round_inputs(modules, reach, kind, *, centered):
 
     def rounded(seen):
         center_I = seen.center if centered else torch.zeros_like(seen.high)
-        scale = scale_from_amax(torch.maximum(seen.high - center_I, center_I - seen.low).max(), FORMAT)
+        scale = scale_from_amax(seen.reach(center_I).max(), FORMAT)
         return lambda _, inputs: dequantize(quantize(inputs[0] - center_I, scale, FORMAT), scale) + center_I
 
     chosen = {name: module for name, module in modules.items() if name.endswith(kind)}
@@ -101,7 +108,8 @@ def main() -> None:
     for name, module in modules.items():
         found[name.split(".", 3)[3]].append(noise(module.weight, seen[name]))
     references = [log_probabilities(decoder, ids_T) for ids_T in blocks]
-    print(f"{'inputs of':22s}{'as it is':>10s}{'centered':>10s}{'rotated':>10s}{'best basis':>12s}   KL, KL centered")
+    columns = "".join(f"{name:>12s}" for name in ("as it is", "centered", "refitted", "rotated", "best basis"))
+    print(f"{'inputs of':22s}{columns}   KL, KL centered")
     for kind in (*KINDS, ""):
         costs = []
         for centered in (False, True):
@@ -109,7 +117,7 @@ def main() -> None:
             costs.append(measure(decoder, blocks, references)["kl"])
             for handle in handles:
                 handle.remove()
-        numbers = "{:10.3f}{:10.3f}{:10.3f}{:12.3f}".format(*np.mean(found[kind], 0)) if kind else " " * 42
+        numbers = "".join(f"{x:12.3f}" for x in np.mean(found[kind], 0)) if kind else " " * 60
         print(f"{kind or 'all':22s}{numbers}   {costs[0]:.4f}, {costs[1]:.4f}", flush=True)
 
 

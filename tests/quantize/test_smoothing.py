@@ -153,7 +153,26 @@ def test_the_error_is_that_of_the_rounded_product():
     found = reader(weight, x, weights="int4", group_size=32, granularity="token").error(x, scale)
     rounded = round_matrix(weight * scale, Weights(format="int4", group_size=32), group_size=32)
     linear = QuantizedLinear(rounded.codes, rounded.scale, None, ("int8", "token"))
-    assert found == pytest.approx(float((x @ weight.mT - linear(x / scale)).square().sum()), rel=1e-4)
+    wanted = x @ weight.mT
+    shares = (wanted - linear(x / scale)).square().sum(1) / wanted.square().sum(1)
+    assert found == pytest.approx(float(shares.mean()), rel=1e-4)
+
+
+def test_every_token_weighs_alike_whatever_its_activations():
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(64, 32, generator=generator), torch.randn(16, 32, generator=generator)
+    x[0] = 1000 * torch.eye(32)[3]
+    product, scale = reader(weight, x, granularity="token"), torch.rand(32, generator=generator) + 0.5
+    massive, others = product.error(x[:1], scale), product.error(x[1:], scale)
+    assert product.error(x, scale) == pytest.approx((massive + 63 * others) / 64, rel=1e-4)
+
+
+def test_a_static_range_is_judged_by_text_that_reaches_further():
+    """Otherwise alpha 1, where all channels reach the range, never shows what it clips."""
+    x, weight = torch.full((8, 32), 2.0), torch.eye(32)
+    error = reader(weight, x, weights=None, granularity="tensor").error(x, torch.ones(32))
+    assert error == pytest.approx(0.2**2, rel=1e-3)
+    assert reader(weight, x, weights=None, granularity="token").error(x, torch.ones(32)) < 1e-6
 
 
 def test_where_nothing_is_better_nothing_is_divided():

@@ -82,7 +82,7 @@ def _reader(block: Block, layer: WalkedLayer, job: Job, product: str) -> Reader:
         job.plan.groups.get(module, 0),
         job.plan.rounded.get(module),
         center_I,
-        torch.maximum(seen.high - center_I, center_I - seen.low),
+        seen.reach(center_I),
     )
 
 

@@ -38,6 +38,10 @@ class Seen:
         """The mean of each channel [I], every token weighing 1 / |x|^2."""
         return self.balanced / self.weight.clamp_min(1e-30)
 
+    def reach(self, center_I: torch.Tensor) -> torch.Tensor:
+        """How far each channel [I] reaches from a center."""
+        return torch.maximum(self.high - center_I, center_I - self.low)
+
     def add(self, x_BTI: torch.Tensor) -> None:
         """Take in one batch."""
         x_NI = x_BTI.float().flatten(0, -2)

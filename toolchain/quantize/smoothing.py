@@ -11,8 +11,9 @@ of `up` before the product with the gate, the rows of V before attention. V's he
 heads, so they share one s. Where the norm multiplies by 1 + w, what is stored is (1 + w) / s - 1. All of it
 is an identity before rounding, and `fold` is tested to be one for every family.
 
-Searched, alpha is of each input the one that minimises |x W^T - Q(x / s) Q(W diag(s))^T|^2 over a text, as AWQ does in
-its section 3.2 for the weights alone; 1 for all of s is among the tried.
+Searched, alpha is of each input the one that minimises the mean over a text's tokens of
+|x W^T - Q(x / s) Q(W diag(s))^T|^2 / |x W^T|^2, as AWQ does in its section 3.2 for the weights alone, without the division:
+the outputs of a token with massive activations would decide alone. 1 for all of s is among the tried.
 
 Legend: I inputs of a product, E hidden, F feed-forward, D head dim, K KV heads, G query heads of a KV head.
 """
@@ -32,6 +33,9 @@ SMALLEST, LARGEST = 1e-4, 1e4
 
 
 ALPHAS = tuple(step / 10 for step in range(11))
+SEEN_SHARE = 0.8
+"""Of a static range, for the search. The text that is searched on is part of the text that gave the range, and never
+clipped; text to come reaches further in some channels, the more so where alpha makes all channels reach the range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,8 @@ class Reader:
     amax: torch.Tensor
 
     def error(self, x_NI: torch.Tensor, scale_I: torch.Tensor) -> float:
-        """Sum of squares that rounding to the nearest adds to the outputs, the input divided by `scale_I`."""
+        """Share of a token's outputs that rounding to the nearest changes, by squares, the input divided by `scale_I`."""
+        size_N = (x_NI @ self.weight.mT).square().sum(1).clamp_min(1e-30)
         x_NI = x_NI - self.center
         shown_OI, weight_OI, rounded_NI = self.weight, self.weight * scale_I, x_NI / scale_I
         if self.weight_format is not None:
@@ -59,10 +64,11 @@ class Reader:
             shown_OI = dequantize(quantize(groups_OGg, scale_OG1, self.weight_format), scale_OG1).flatten(1) / scale_I
         if self.activations is not None:
             fmt = self.activations.format
-            fixed = scale_from_amax((self.amax / scale_I).max(), fmt) if self.activations.is_static else None
-            step = token_scale(rounded_NI, fmt) if fixed is None else fixed
+            static, reach = self.activations.is_static, (self.amax / scale_I).max()
+            step = scale_from_amax(SEEN_SHARE * reach, fmt) if static else token_scale(rounded_NI, fmt)
             rounded_NI = dequantize(quantize(rounded_NI, step, fmt), step)
-        return float((x_NI @ self.weight.mT - (rounded_NI * scale_I) @ shown_OI.mT).square().sum())
+        error_NO = x_NI @ self.weight.mT - (rounded_NI * scale_I) @ shown_OI.mT
+        return float((error_NO.square().sum(1) / size_N).mean())
 
 
 @dataclass(frozen=True, slots=True)
