@@ -12,8 +12,8 @@ heads, so they share one s. Where the norm multiplies by 1 + w, what is stored i
 is an identity before rounding, and `fold` is tested to be one for every family.
 
 Searched, alpha is of each input the one that minimises the mean over a text's tokens of
-|x W^T - Q(x / s) Q(W diag(s))^T|^2 / |x W^T|^2, as AWQ does in its section 3.2 for the weights alone, without the division:
-the outputs of a token with massive activations would decide alone. 1 for all of s is among the tried.
+|x W^T - Q(x / s) Q(W diag(s))^T|^2 / |x W^T|^2. AWQ does so in its section 3.2 for the weights alone, and does not divide:
+then a token with massive activations decides alone. 1 for all of s is among the tried.
 
 Legend: I inputs of a product, E hidden, F feed-forward, D head dim, K KV heads, G query heads of a KV head.
 """
@@ -54,7 +54,7 @@ class Reader:
     amax: torch.Tensor
 
     def error(self, x_NI: torch.Tensor, scale_I: torch.Tensor) -> float:
-        """Share of a token's outputs that rounding to the nearest changes, by squares, the input divided by `scale_I`."""
+        """Share of a token's outputs that rounding to the nearest adds, by squares, the input divided by `scale_I`."""
         size_N = (x_NI @ self.weight.mT).square().sum(1).clamp_min(1e-30)
         x_NI = x_NI - self.center
         shown_OI, weight_OI, rounded_NI = self.weight, self.weight * scale_I, x_NI / scale_I
