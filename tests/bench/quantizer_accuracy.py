@@ -54,7 +54,6 @@ CASES = {
     "token-rotated-gptq": {"weights": INT8 | GPTQ, "activations": PER_TOKEN} | ROTATED,
     "static-smooth-0.85": {"weights": INT8, "activations": STATIC} | smooth(0.85),
     "static-smooth-searched": {"weights": INT8, "activations": STATIC} | smooth("search"),
-    "static-smooth-searched-excess": {"weights": INT8, "activations": EXCESS} | smooth("search"),
     "static-rotated": {"weights": INT8, "activations": EXCESS} | ROTATED,
     "token-centered-gptq": {"weights": INT8 | GPTQ, "activations": PER_TOKEN | CENTERED} | ROTATED,
     "static-centered-gptq": {"weights": INT8 | GPTQ, "activations": EXCESS | CENTERED} | ROTATED,
@@ -64,12 +63,7 @@ CASES = {
     "fp8-static-centered": {"weights": FP8, "activations": FP8_STATIC | CENTERED},
     "fp8-static-centered-gptq": {"weights": FP8 | GPTQ, "activations": FP8_STATIC | CENTERED},
     "fp8-gptq": {"weights": FP8 | GPTQ},
-    "fp8-refined": {"weights": FP8 | GPTQ | {"refinements": 4}},
-    "fp8-static-centered-refined": {
-        "weights": FP8 | GPTQ | {"refinements": 4},
-        "activations": FP8_STATIC | CENTERED,
-    }
-    | SEQUENTIAL,
+    "fp8-static-sequential-gptq": {"weights": FP8 | GPTQ, "activations": FP8_STATIC | CENTERED} | SEQUENTIAL,
     "fp8-static-excess-gptq": {"weights": FP8 | GPTQ, "activations": FP8_STATIC | {"excess_channels": 8}},
     "int4-rtn": {"weights": {"format": "int4"}},
     "int4-gptq": {"weights": INT4},

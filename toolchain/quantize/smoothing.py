@@ -12,7 +12,7 @@ heads, so they share one s. Where the norm multiplies by 1 + w, what is stored i
 is an identity before rounding, and `fold` is tested to be one for every family.
 
 Searched, alpha is of each input the one that minimises the mean over a text's tokens of
-|x W^T - Q(x / s) Q(W diag(s))^T|^2 / |x W^T|^2. AWQ does so in its section 3.2 for the weights alone, and does not divide:
+|x W^T - Q(x / s) Q(W diag(s))^T|^2 / |x W^T|^2. AWQ does so in its section 3.2 for weights alone, and does not divide:
 then a token with massive activations decides alone. 1 for all of s is among the tried.
 
 Legend: I inputs of a product, E hidden, F feed-forward, D head dim, K KV heads, G query heads of a KV head.
