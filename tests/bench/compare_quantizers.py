@@ -33,7 +33,7 @@ from toolchain.text import load_tokenizer, read_texts, token_blocks
 WORKER = Path(__file__).with_name("quantizer_worker.py")
 PAIRS = {
     "modelopt-int8-smoothquant": ("static-rotated-gptq", "static-smooth-0.85"),
-    "modelopt-fp8": ("fp8-static-gptq",),
+    "modelopt-fp8": ("fp8-static-sequential-gptq", "fp8-static"),
     LLMCOMPRESSOR: ("token-rotated-gptq",),
 }
 PEAK_BAR = 1.7 * (1 << 30)
