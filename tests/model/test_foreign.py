@@ -246,3 +246,24 @@ def test_zeros_stored_for_symmetric_codes_change_nothing(write):
         ),
     )
     assert float((logits(coded) - logits(floats)).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].config.get("config_groups")])
+def test_arguments_are_told_as_unknown_only_where_they_are(name, write):
+    coded, _, _ = write(name)
+    assert "does not know" not in notes(coded)
+    config = json.loads((coded / "config.json").read_text())["quantization_config"]
+    for group in config["config_groups"].values():
+        group["weights"]["new_argument"] = 3
+    edit_config(coded, quantization_config=config)
+    assert "does not know: new_argument" in notes(coded)
+
+
+def test_codes_that_are_not_symmetric_need_zero_points(write):
+    coded, _, _ = write("packed_int4")
+    config = json.loads((coded / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    edit_config(coded, quantization_config=config)
+    part = open_checkpoint(coded).parameters["model.layers.0.mlp.down_proj.weight"].parts[0]
+    with pytest.raises(DtoolError, match="has no zero points"):
+        read_grid(part)

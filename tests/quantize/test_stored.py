@@ -12,6 +12,7 @@ from toolchain.errors import DtoolError
 from toolchain.export.stage import export_checkpoint, export_key
 from toolchain.model.quantized import dequantize_weight
 from toolchain.numerics import unpack_int4
+from toolchain.quantize.job import plan_job
 from toolchain.quantize.stage import quantize_artifact, quantize_key
 from toolchain.runners.onnx import OnnxRunner
 from toolchain.runners.open import fake_quant_runner
@@ -206,6 +207,18 @@ def test_a_cache_alone_takes_its_stored_scales(export, tmp_path):
     recipe = make_recipe(weights={"algorithm": "stored"}, kv_cache={"format": "int8"})
     artifact = quantize_artifact(ours.path, recipe, tmp_path / "q", report=quiet)
     assert tensors_of(artifact)["model.layers.0.self_attn.k_scale"].tolist() == pytest.approx([0.05, 0.05])
+
+
+@pytest.mark.parametrize(("name", "cache", "told"), [
+    ("int_static", {"format": "int8", "scale": "mse"}, "kv_cache.scale mse does nothing"),
+    ("int_dynamic", {"format": "int8"}, "kv_cache: the checkpoint has no scales of it: measured"),
+    ("int_static", {"format": "int8", "granularity": "token"}, None),
+])  # fmt: skip
+def test_where_the_scales_of_a_cache_come_from_is_told(name, cache, told, export):
+    ours, _, _, _ = export(name)
+    lines = plan_job(ours, stored("int8", kv_cache=cache)).notes
+    assert [line for line in lines if line.startswith("kv_cache")] == [line for line in lines if told and told in line]
+    assert bool(told) == any(line.startswith("kv_cache") for line in lines)
 
 
 def test_stored_groups_may_be_cut_where_a_matrix_needs_smaller_ones(export, tmp_path):

@@ -233,21 +233,23 @@ def _static_names(
     plan: QuantizePlan,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The static scales that come from the file, and notes on those that must be measured although it has some."""
-    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    config, cache = DecoderConfig.model_validate(exported.json("decoder.json")), recipe.kv_cache
     notes, static = [], []
     for what, asked, found, names in (
         ("activations", recipe.activations.format, (details["activations"] or ["none"])[0], _input_names(plan)),
-        ("kv_cache", recipe.kv_cache.format, details["kv_format"], _cache_names(config)),
+        ("kv_cache", cache.format, details["kv_format"], _cache_names(config) if cache.is_static else []),
     ):
         present = [name for name in names if name in entries]
-        if asked == "none" or not present:
-            continue
-        if asked != found:
+        if present and asked != found:
             notes.append(f"{what}: stored scales are of {found}, the recipe asks for {asked}: measured anew")
-            continue
-        static += present
-        if absent := [name for name in names if name not in entries]:
-            notes.append(f"{what}: measured where no scale is stored: {name_list(absent)}")
+        elif names and not present:
+            notes.append(f"{what}: the checkpoint has no scales of it: measured on the calibration text")
+        else:
+            static += present
+            if absent := [name for name in names if name not in entries]:
+                notes.append(f"{what}: measured where no scale is stored: {name_list(absent)}")
+            if what == "kv_cache" and present and cache.scale != "amax":
+                notes.append(f"kv_cache.scale {cache.scale} does nothing with the checkpoint's own scales")
     return tuple(static), tuple(notes)
 
 

@@ -68,6 +68,13 @@ def _zero(coded: CodedTensor, pieces: dict[str, torch.Tensor]) -> torch.Tensor |
         return (stored_GO + scheme.zero_offset - middle).mT
     zero = pieces.get("weight_zero_point")
     if zero is None:
+        if scheme.symmetric is None:
+            raise DtoolError(
+                f"the config says that codes are not symmetric, but {coded.name} has no zero points",
+                expected="weight_zero_point beside the codes",
+                found="none",
+                fix="download the checkpoint again; if its codes are symmetric, its config.json must say so",
+            )
         return None
     if zero.dtype == torch.int32 and scheme.layout == "packed":
         return centred(unpack_rows(zero, scheme.bits), scheme.bits)[: coded.shape[0]].short()

@@ -202,10 +202,13 @@ def _compressed(keys: Keys, notes: list[str]) -> Scheme:
             found=f"{name_list(map(str, {form, *forms}))} with {number[0]} {number[1]}",
             fix=INSTEAD,
         )
-    strategy = weight.get("strategy") or ("group" if weight.get("group_size") else "tensor")
+    grouped = weight.get("group_size")  # beside another strategy it means nothing
+    strategy = weight.get("strategy") or ("group" if grouped else "tensor")
     by_group = _meaning("strategy", strategy, {"tensor": False, "channel": False, "group": True})
     order = _choice(weight, "actorder", ORDERS, False)
     _none(weight, "dynamic", "block_structure")
+    group = _group(weight, "group_size") if by_group else None
+    symmetric = True if weight.flag("symmetric", True) else None
     if unread := weight.unread():
         notes.append(f"arguments of the checkpoint's weights that dtool does not know: {name_list(unread)}")
     activations, offset = _activations(inputs, notes)
@@ -213,8 +216,8 @@ def _compressed(keys: Keys, notes: list[str]) -> Scheme:
         "compressed-tensors",
         layout="packed" if form == "pack-quantized" else "plain",
         weight_format=layouts[number],
-        group_size=_group(weight, "group_size") if by_group else None,
-        symmetric=True if weight.flag("symmetric", True) else None,
+        group_size=group,
+        symmetric=symmetric,
         ordered=order,
         activations=activations,
         offset_inputs=offset,
