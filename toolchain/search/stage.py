@@ -194,7 +194,8 @@ def _prepared(
     from toolchain.model.load import load_artifact_decoder
     from toolchain.search.sensitivity import prepare_model
 
-    mixes = [{u.name: f if f in choices[u.name] else choices[u.name][0] for u in found} for f in formats]
+    free = {u.name: () if u.is_cache else choices[u.name] for u in found}  # caches keep their own: it is measured
+    mixes = [{unit: f if f in taken else choices[unit][0] for unit, taken in free.items()} for f in formats]
     recipes = [units.mixed_recipe(recipe, found, mix, recipe.about) for mix in mixes]
     static = any(plan_quantization(config, r).static for r in recipes)
     changed = recipe.rotation.is_on or recipe.smoothing.is_on or recipe.kv_cache.is_static
