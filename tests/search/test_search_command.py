@@ -97,3 +97,18 @@ def test_mistakes_are_named(half_export, recipe_file, tmp_path, arguments, code,
     _, stderr = call("search", half_export, "-r", recipe_file, *arguments, "-o", out, code=code)
     assert words in stderr
     assert not out.exists()
+
+
+def test_a_page_in_the_place_of_the_recipe_is_refused_before_any_work(half_export, recipe_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("mix.toml")
+    how = ("-r", recipe_file, *FEW, "--formats", "int4", "--budget-kl", 1e9, "-o", tmp_path / "mix.toml")
+    for page in (tmp_path / "mix.toml", "mix.toml", tmp_path / "search" / ".." / "mix.toml", "link"):
+        _, stderr = call("search", half_export, *how, "--html", page, code=1)
+        assert "--html and -o are in each other's way" in stderr
+        assert "left" not in stderr
+    before = recipe_file.read_text()
+    _, stderr = call("search", half_export, *how, "--html", recipe_file, code=1)
+    assert "something dtool did not write" in stderr
+    assert recipe_file.read_text() == before
+    assert not (tmp_path / "mix.toml").exists()
