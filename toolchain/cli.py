@@ -133,7 +133,8 @@ def search(source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path
     from toolchain.search.stage import search_formats
 
     html = asked.pop("html")
-    question = make_question(**asked)
+    base = Path(recipe_name).stem + (" changed by --set" if overrides else "")
+    question = make_question(**asked, base=base)
     recipe = load(recipe_name, overrides, "quantize", tried=question.formats or ("int4", "int8"))
     result = search_formats(source, recipe, question, out, report=say)
     show(search_document(result), lambda: search_page(result), as_json=as_json, html=html)

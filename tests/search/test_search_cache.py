@@ -82,6 +82,7 @@ def test_caches_that_all_stay_in_float_are_no_quantized_cache(text_export, base,
     written = load_recipe(str(tmp_path / "mix.toml"))
     assert written.kv_cache.format == "none"
     assert not written.smoothing.keys
+    assert written.about == "Formats mixed by dtool search from a recipe, asked for at most 1e-06 nats of KL"
 
 
 def test_what_the_base_recipe_skips_stays_skipped(text_export, base, tmp_path):

@@ -30,7 +30,9 @@ def test_a_search_writes_a_recipe_a_document_and_a_page(half_export, recipe_file
     points = [(p["bytes"], p["estimated_kl"]) for p in document["frontier"]]
     assert points == sorted(points, key=lambda p: (p[0], -p[1]))
     assert "left" in stderr
-    assert tomllib.loads(out.read_text())["overrides"]
+    written = tomllib.loads(out.read_text())
+    assert written["overrides"]
+    assert written["about"] == "Formats mixed by dtool search from base, asked for at most 0.3 nats of KL"
     html = page.read_text()
     assert "What other budgets would buy" in html
     assert "chosen, measured" in html

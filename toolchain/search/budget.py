@@ -54,7 +54,8 @@ class Budget:
 class Question:
     """A whole request: the budget, the formats beside the base recipe's, and the text to measure on.
 
-    `heads`: whether every KV head of a quantized cache is measured too.
+    `heads`: whether every KV head of a quantized cache is measured too. `base`: the base recipe by name, as the recipe
+    that is found tells of it.
     """
 
     budget: Budget
@@ -63,6 +64,11 @@ class Question:
     blocks: int = 4
     seq_len: int = 256
     heads: bool = False
+    base: str = "a recipe"
+
+    def about(self) -> str:
+        """What the recipe that is found says of itself: what was asked, nothing of what the base says of itself."""
+        return f"Formats mixed by dtool search from {self.base}, asked for {self.budget.text()}"
 
 
 def make_budget(kl: float | None, rise: float | None, mb: float | None) -> Budget:
@@ -100,10 +106,11 @@ def make_question(
     blocks: int = 4,
     seq_len: int = 256,
     heads: bool = False,
+    base: str = "a recipe",
 ) -> Question:
     """A request as the command line has it; `formats` are separated by commas. Raises as `make_budget`."""
     names = tuple(name.strip() for name in (formats or "").split(",") if name.strip())
-    return Question(make_budget(budget_kl, budget_rise, budget_mb), names, text, blocks, seq_len, heads)
+    return Question(make_budget(budget_kl, budget_rise, budget_mb), names, text, blocks, seq_len, heads, base)
 
 
 @dataclass(slots=True)

@@ -86,6 +86,7 @@ def search_formats(
     text, or an output that is in the way.
     """
     _check_out(out)
+    recipe = recipe.model_copy(update={"about": question.about()})
     exported = open_artifact(source, ("export",))
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
     entries = read_header(exported.file(WEIGHTS))
@@ -235,8 +236,7 @@ def _search(result: SearchResult, source: Path, recipe: Recipe, model: Any, repo
         mix = rounds.propose()
         if mix is None:
             break
-        about = f"{recipe.about}; formats mixed by search: {result.budget.text()}"
-        text = recipe_text(units.mixed_recipe(recipe, result.found, mix, about))
+        text = recipe_text(units.mixed_recipe(recipe, result.found, mix, recipe.about))
         size, cached, loss = _quantized_loss(source, text, model)
         size += cached
         trial = Trial(mix, text, size, cached, loss.kl, loss.rise, result.problem.loss_of(mix))
