@@ -132,6 +132,8 @@ def search(source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path
     from toolchain.search.report import require_passed, search_document, search_page
     from toolchain.search.stage import search_formats
 
+    if asked["formats"] is not None and not asked["formats"].strip(" ,"):
+        raise click.UsageError(f"--formats {asked['formats']!r} names none: name some, or leave --formats out")
     html = asked.pop("html")
     base = Path(recipe_name).stem + (" changed by --set" if overrides else "")
     question = make_question(**asked, base=base)

@@ -162,16 +162,18 @@ def held_out_text(exported: Artifact, recipe: Recipe, question: Question) -> tup
             found=str(question.seq_len),
             fix="measure on shorter blocks",
         )
-    path = find_data(question.text or c.data)
+    path = find_data(c.data) if question.text is None else find_data(question.text, "--text")
     taken, seq_len, seed = (c.samples, c.seq_len, c.seed) if own else (0, question.seq_len, 0)
     chat = own and c.chat
-    ids = _blocks(exported, path, chat, blocks=taken + question.blocks, seq_len=seq_len, seed=seed)[taken:]
+    fix = "name a longer text with --text, or ask for fewer --blocks" + ("" if own else " or a shorter --seq-len")
+    asked = {"blocks": question.blocks, "seq_len": seq_len, "seed": seed, "skip": taken, "fix": fix}
+    ids = _blocks(exported, path, chat, asked)
     ids = ids[:, : question.seq_len]
     described = f"{len(ids)} blocks of {ids.shape[1]} tokens of {path.name}"
     return ids.clone(), described + (", none of them calibrated on" if own else "")
 
 
-def _blocks(exported: Artifact, path: Path, chat: bool, **asked: int) -> Any:
+def _blocks(exported: Artifact, path: Path, chat: bool, asked: dict[str, Any]) -> Any:
     import torch
 
     from toolchain.text import load_tokenizer, read_texts, token_blocks
