@@ -115,7 +115,7 @@ def quantize(
 @SET
 @click.option("--budget-kl", type=float, metavar="NATS", help="Most mean KL of the logits to the float model.")
 @click.option("--budget-rise", type=float, metavar="NATS", help="Most rise of the mean NLL of the next token.")
-@click.option("--budget-mb", type=float, metavar="MB", help="Most megabytes (1e6) of weights and one full cache.")
+@click.option("--budget-mb", type=float, metavar="MB", help="Most megabytes (1e6) of tensors and one full cache.")
 @click.option(
     "--formats", metavar="A,B,...", help="Beside the recipe's own: int4, int8, fp8_e4m3, int8:int8, none, ..."
 )

@@ -37,6 +37,11 @@ def test_a_search_writes_a_recipe_a_document_and_a_page(half_export, recipe_file
     assert "What other budgets would buy" in html
     assert "chosen, measured" in html
     call("quantize", half_export, "-r", out, "-o", tmp_path / "quantized")
+    weights = (tmp_path / "quantized" / "weights.safetensors").read_bytes()
+    header = 8 + int.from_bytes(weights[:8], "little")
+    assert document["chosen"]["bytes"] - document["chosen"]["cache_bytes"] == len(weights) - header
+    assert document["counted"] == "tensors and one full cache, without the header of the weights file"
+    assert document["counted"] in html
     stdout, _ = call(*arguments, "-o", tmp_path / "again.toml")
     assert "PASSED" in stdout
     assert (tmp_path / "again.toml").read_bytes() == out.read_bytes()

@@ -19,7 +19,8 @@ LEAST_RATIO, SMALLEST = 0.1, 1e-9
 class Budget:
     """The most of one thing: mean KL or rise of the mean NLL against float (nats), or megabytes (1e6 bytes).
 
-    Megabytes are those of the weights and of the KV cache of one sequence that fills `engine.kv_capacity`.
+    Megabytes are those of the weights and of the KV cache of one sequence that fills `engine.kv_capacity`. Weights
+    are the tensors of the file: its header, which names them in some kB, is not counted.
     """
 
     kind: Kind
