@@ -244,6 +244,14 @@ def test_scales_of_tokens_need_no_calibration(sections, needed):
     assert parse_recipe(GOOD | sections, "mine.toml").needs_calibration == needed
 
 
+@pytest.mark.parametrize(("written", "value"), [("0", 0.0), ("1", 1.0), ("0.3", 0.3), ("search", "search")])
+def test_an_alpha_is_a_float_or_search_and_is_written_without_a_warning(written, value):
+    recipe = load_recipe("int8", ["smoothing.algorithm=awq", f"smoothing.alpha={written}"])
+    for mode in ("python", "json"):
+        alpha = recipe.model_dump(mode=mode)["smoothing"]["alpha"]
+        assert (alpha, type(alpha)) == (value, type(value))
+
+
 def test_set_overrides_values_and_creates_sections():
     recipe = load_recipe("fp32", ["weights.format=int8", "bench.prompt_lens=[8, 16]", "calibration.data=my text.jsonl"])
     assert recipe.weights.format == "int8"

@@ -115,7 +115,7 @@ def quantize(
 @SET
 @click.option("--budget-kl", type=float, metavar="NATS", help="Most mean KL of the logits to the float model.")
 @click.option("--budget-rise", type=float, metavar="NATS", help="Most rise of the mean NLL of the next token.")
-@click.option("--budget-mb", type=float, metavar="MB", help="Most megabytes (1e6) of weights and one full cache.")
+@click.option("--budget-mb", type=float, metavar="MB", help="Most megabytes (1e6) of tensors and one full cache.")
 @click.option(
     "--formats", metavar="A,B,...", help="Beside the recipe's own: int4, int8, fp8_e4m3, int8:int8, none, ..."
 )
@@ -132,8 +132,11 @@ def search(source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path
     from toolchain.search.report import require_passed, search_document, search_page
     from toolchain.search.stage import search_formats
 
+    if asked["formats"] is not None and not asked["formats"].strip(" ,"):
+        raise click.UsageError(f"--formats {asked['formats']!r} names none: name some, or leave --formats out")
     html = asked.pop("html")
-    question = make_question(**asked)
+    base = Path(recipe_name).stem + (" changed by --set" if overrides else "")
+    question = make_question(**asked, base=base)
     recipe = load(recipe_name, overrides, "quantize", tried=question.formats or ("int4", "int8"))
     result = search_formats(source, recipe, question, out, report=say)
     show(search_document(result), lambda: search_page(result), as_json=as_json, html=html)

@@ -3,11 +3,14 @@
 Heavy imports stand inside the functions, so that `dtool --help` is instant.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+
+from toolchain.errors import DtoolError
 
 FOLDER = click.Path(path_type=Path)
 RECIPE = click.option("-r", "--recipe", "recipe_name", required=True, help="A recipe's path, or its name in recipes/.")
@@ -19,6 +22,8 @@ STATISTICS = click.option(
     "--statistics", type=FOLDER, metavar="DIR", help="Keep what calibration sees here, for other recipes to reuse."
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")
+WRITTEN = {"out": "-o", "statistics": "--statistics"}
+"""The arguments of commands that name what is written, and their options."""
 PLUGINS = click.option(
     "--plugin-library",
     "plugin_libraries",
@@ -28,16 +33,37 @@ PLUGINS = click.option(
 )
 
 
-def _check_page(_context: click.Context, _parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Refuse a page that would replace something else or spoil an artifact, before any work."""
-    if path is not None:
-        from toolchain.artifact import check_page
+def _check_page(page: Path, given: Mapping[str, Any]) -> None:
+    """Refuse a page that would replace something else or spoil an artifact, before any work.
 
-        check_page(path)
-    return path
+    That is also one that is, holds or lies in what the command writes beside it: `given` are its arguments by name.
+    """
+    from toolchain.artifact import check_page
+
+    here = page.resolve()
+    for name, option in WRITTEN.items():
+        other = given.get(name)
+        there = None if other is None else other.resolve()
+        if there is not None and (here == there or here in there.parents or there in here.parents):
+            raise DtoolError(
+                f"--html and {option} are in each other's way",
+                expected=f"a page that is not, does not hold and does not lie in {other}",
+                found=f"--html {page}",
+                fix="choose another path for --html",
+            )
+    check_page(page)
 
 
-HTML = click.option("--html", type=FOLDER, callback=_check_page, help="Also write the report as one HTML page.")
+def HTML(command: Callable[..., None]) -> Callable[..., None]:  # noqa: N802 - an option as the others
+    """`--html` for a command, its place checked before the command does anything."""
+
+    @functools.wraps(command)
+    def checked(**given: Any) -> None:
+        if given["html"] is not None:
+            _check_page(given["html"], given)
+        command(**given)
+
+    return click.option("--html", type=FOLDER, help="Also write the report as one HTML page.")(checked)
 
 
 def say(line: str) -> None:

@@ -280,8 +280,8 @@ def find_recipe(name: str) -> Path:
     )
 
 
-def find_data(name: str) -> Path:
-    """The text file a recipe names, looked for here and beside the recipes folder."""
+def find_data(name: str, by: str = "--set") -> Path:
+    """The text file that a recipe or the option `by` names, looked for here and beside the recipes folder."""
     for base in (Path(), RECIPES_DIR.parent):
         if (base / name).is_file():
             return base / name
@@ -289,7 +289,7 @@ def find_data(name: str) -> Path:
         f"no text at {name!r}",
         expected='a .jsonl file, one {"text": ...} a line',
         found="no such file",
-        fix="run `dtool fetch calibration`, or name your own text with --set",
+        fix=f"run `dtool fetch calibration`, or name your own text with {by}",
     )
 
 

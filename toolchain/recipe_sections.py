@@ -150,9 +150,11 @@ class Rotation(Section, frozen=True):
         return self.stream or self.values or self.feed_forward
 
 
-def _alpha(value: Any) -> Any:
-    if value == "search" or (isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1):
+def _alpha(value: Any) -> float | str:
+    if value == "search":
         return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+        return float(value)  # or pydantic warns of a whole number whenever it writes the recipe
     raise misfit("", expected='a number from 0 to 1, or "search"', found=shown(value), fix="0.5 is a good first choice")
 
 

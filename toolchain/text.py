@@ -326,16 +326,26 @@ def _conversation(tokenizer: Tokenizer, messages: Any, refuse: Callable[[str], D
         raise refuse(error.found) from error
 
 
-def token_blocks(texts: Sequence[Passage], tokenizer: Tokenizer, *, blocks: int, seq_len: int, seed: int) -> Array:
+def token_blocks(
+    texts: Sequence[Passage],
+    tokenizer: Tokenizer,
+    *,
+    blocks: int,
+    seq_len: int,
+    seed: int,
+    skip: int = 0,
+    fix: str = "name a longer text, or ask for fewer or shorter blocks",
+) -> Array:
     """int64 ids [blocks, seq_len], packed: documents of a kind one after the other, end tokens between.
 
     `seed` shuffles the documents within their kind. Blocks are taken in turn from every kind, so
     each is covered; kinds shorter than one block share a stream. Every block begins with the start
-    token if the tokenizer uses one, and no document of it with another. Raises DtoolError when the text is too short.
+    token if the tokenizer uses one, and no document of it with another. The first `skip` blocks are passed over.
+    Raises DtoolError, with `fix` as what to do, when the text is too short.
     """
     start = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     size = seq_len - len(start)
-    streams = _streams(texts, tokenizer, most=blocks * size, seed=seed)
+    streams = _streams(texts, tokenizer, most=(skip + blocks) * size, seed=seed)
     short = [ids for ids in streams if len(ids) < size]
     streams = [ids for ids in streams if len(ids) >= size]
     together: list[int] = []
@@ -344,16 +354,17 @@ def token_blocks(texts: Sequence[Passage], tokenizer: Tokenizer, *, blocks: int,
     streams.append(together)
     pieces = [[ids[i : i + size] for i in range(0, len(ids) - size + 1, size)] for ids in streams]
     found = sum(map(len, pieces))
-    if found < blocks:
+    if found < skip + blocks:
         kinds = sorted({t.kind for t in texts})
+        after = f" after the {skip} that calibration takes" if skip else ""
         raise DtoolError(
-            f"the text is too short: it gives {found} blocks of {seq_len} tokens",
+            f"the text is too short: it gives {max(found - skip, 0)} blocks of {seq_len} tokens{after}",
             expected=f"{blocks} blocks",
             found=f"{len(texts)} documents of kind {name_list(kinds)}",
-            fix="name a longer text, or ask for fewer or shorter blocks",
+            fix=fix,
         )
     rounds = range(max(map(len, pieces)))
-    taken = [kind[i] for i in rounds for kind in pieces if i < len(kind)][:blocks]
+    taken = [kind[i] for i in rounds for kind in pieces if i < len(kind)][skip : skip + blocks]
     return np.array([start + piece for piece in taken], np.int64)
 
 

@@ -24,12 +24,18 @@ def caches(mix):
         {"kv_cache": INT8 | {"granularity": "tensor", "scale": "mse"}},
         {"kv_cache": INT8, "smoothing": {"keys": True}},
         {"kv_cache": INT8 | {"skip": [LAYERS[0]]}, "activations": {"format": "int8", "granularity": "tensor"}},
+        {"kv_cache": INT8, "weights": {"format": "none"}},
+        {"kv_cache": INT8 | {"granularity": "token"}, "weights": {"format": "none"}},
+        {"kv_cache": INT8, "weights": {"format": "none"}, "smoothing": {"keys": True}},
     ],
-    ids=["head", "token", "tensor", "smoothed keys", "one skipped, static inputs"],
+    ids=[
+        *("head", "token", "tensor", "smoothed keys", "one skipped, static inputs"),
+        *("float weights, head", "float weights, token", "float weights, smoothed keys"),
+    ],
 )
 @pytest.mark.parametrize("most", [0.02, 0.004])
 def test_every_kind_of_cache_is_a_choice(text_export, base, tmp_path, sections, most):
-    result = search(text_export, base(**sections), tmp_path / "mix.toml", "kl", most, formats=("none",))
+    result = search(text_export, base(**sections), tmp_path / "mix.toml", "kl", most, formats=("int8", "none"))
     assert result.passed
     best, written = result.best, load_recipe(str(tmp_path / "mix.toml"))
     made = quantize_artifact(text_export, written, tmp_path / "made", report=quiet)
@@ -76,6 +82,7 @@ def test_caches_that_all_stay_in_float_are_no_quantized_cache(text_export, base,
     written = load_recipe(str(tmp_path / "mix.toml"))
     assert written.kv_cache.format == "none"
     assert not written.smoothing.keys
+    assert written.about == "Formats mixed by dtool search from a recipe, asked for at most 1e-06 nats of KL"
 
 
 def test_what_the_base_recipe_skips_stays_skipped(text_export, base, tmp_path):

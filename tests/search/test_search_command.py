@@ -30,11 +30,18 @@ def test_a_search_writes_a_recipe_a_document_and_a_page(half_export, recipe_file
     points = [(p["bytes"], p["estimated_kl"]) for p in document["frontier"]]
     assert points == sorted(points, key=lambda p: (p[0], -p[1]))
     assert "left" in stderr
-    assert tomllib.loads(out.read_text())["overrides"]
+    written = tomllib.loads(out.read_text())
+    assert written["overrides"]
+    assert written["about"] == "Formats mixed by dtool search from base, asked for at most 0.3 nats of KL"
     html = page.read_text()
     assert "What other budgets would buy" in html
     assert "chosen, measured" in html
     call("quantize", half_export, "-r", out, "-o", tmp_path / "quantized")
+    weights = (tmp_path / "quantized" / "weights.safetensors").read_bytes()
+    header = 8 + int.from_bytes(weights[:8], "little")
+    assert document["chosen"]["bytes"] - document["chosen"]["cache_bytes"] == len(weights) - header
+    assert document["counted"] == "tensors and one full cache, without the header of the weights file"
+    assert document["counted"] in html
     stdout, _ = call(*arguments, "-o", tmp_path / "again.toml")
     assert "PASSED" in stdout
     assert (tmp_path / "again.toml").read_bytes() == out.read_bytes()
@@ -90,6 +97,13 @@ def test_a_budget_that_is_missed_ends_with_exit_3_and_the_nearest_recipe(half_ex
         (("--budget-kl", 0.1, "--formats", "int5"), 1, "did you mean"),
         (("--budget-mb", 0.001), 1, "no mix of these formats is that small"),
         (("--budget-kl", 0.1, "--blocks", 0), 2, "--blocks"),
+        (("--budget-kl", 0.1, "--formats", ""), 2, "name some, or leave --formats out"),
+        (("--budget-kl", 0.1, "--formats", " , "), 2, "name some, or leave --formats out"),
+        (("--budget-kl", 0.1, *FEW, "--text", "no/such.jsonl"), 1, "name your own text with --text"),
+        (("--budget-kl", 0.1, *FEW, "--text", ""), 1, "no text at ''"),
+        (("--budget-kl", 0.1, *FEW, "--blocks", 100_000), 1, "expected: 100000 blocks\n"),
+        (("--budget-kl", 0.1, *FEW, "--blocks", 100_000), 1, "tokens after the 4 that calibration takes"),
+        (("--budget-kl", 0.1, *FEW, "--blocks", 100_000), 1, "fewer --blocks"),
     ],
 )
 def test_mistakes_are_named(half_export, recipe_file, tmp_path, arguments, code, words):
@@ -97,3 +111,18 @@ def test_mistakes_are_named(half_export, recipe_file, tmp_path, arguments, code,
     _, stderr = call("search", half_export, "-r", recipe_file, *arguments, "-o", out, code=code)
     assert words in stderr
     assert not out.exists()
+
+
+def test_a_page_in_the_place_of_the_recipe_is_refused_before_any_work(half_export, recipe_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("mix.toml")
+    how = ("-r", recipe_file, *FEW, "--formats", "int4", "--budget-kl", 1e9, "-o", tmp_path / "mix.toml")
+    for page in (tmp_path / "mix.toml", "mix.toml", tmp_path / "search" / ".." / "mix.toml", "link"):
+        _, stderr = call("search", half_export, *how, "--html", page, code=1)
+        assert "--html and -o are in each other's way" in stderr
+        assert "left" not in stderr
+    before = recipe_file.read_text()
+    _, stderr = call("search", half_export, *how, "--html", recipe_file, code=1)
+    assert "something dtool did not write" in stderr
+    assert recipe_file.read_text() == before
+    assert not (tmp_path / "mix.toml").exists()

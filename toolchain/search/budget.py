@@ -19,7 +19,8 @@ LEAST_RATIO, SMALLEST = 0.1, 1e-9
 class Budget:
     """The most of one thing: mean KL or rise of the mean NLL against float (nats), or megabytes (1e6 bytes).
 
-    Megabytes are those of the weights and of the KV cache of one sequence that fills `engine.kv_capacity`.
+    Megabytes are those of the weights and of the KV cache of one sequence that fills `engine.kv_capacity`. Weights
+    are the tensors of the file: its header, which names them in some kB, is not counted.
     """
 
     kind: Kind
@@ -54,7 +55,8 @@ class Budget:
 class Question:
     """A whole request: the budget, the formats beside the base recipe's, and the text to measure on.
 
-    `heads`: whether every KV head of a quantized cache is measured too.
+    `heads`: whether every KV head of a quantized cache is measured too. `base`: the base recipe by name, as the recipe
+    that is found tells of it.
     """
 
     budget: Budget
@@ -63,6 +65,11 @@ class Question:
     blocks: int = 4
     seq_len: int = 256
     heads: bool = False
+    base: str = "a recipe"
+
+    def about(self) -> str:
+        """What the recipe that is found says of itself: what was asked, nothing of what the base says of itself."""
+        return f"Formats mixed by dtool search from {self.base}, asked for {self.budget.text()}"
 
 
 def make_budget(kl: float | None, rise: float | None, mb: float | None) -> Budget:
@@ -100,10 +107,11 @@ def make_question(
     blocks: int = 4,
     seq_len: int = 256,
     heads: bool = False,
+    base: str = "a recipe",
 ) -> Question:
     """A request as the command line has it; `formats` are separated by commas. Raises as `make_budget`."""
     names = tuple(name.strip() for name in (formats or "").split(",") if name.strip())
-    return Question(make_budget(budget_kl, budget_rise, budget_mb), names, text, blocks, seq_len, heads)
+    return Question(make_budget(budget_kl, budget_rise, budget_mb), names, text, blocks, seq_len, heads, base)
 
 
 @dataclass(slots=True)

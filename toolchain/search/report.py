@@ -8,12 +8,14 @@ from toolchain.report import Bars, Frontier, Heat, Page, Table
 from toolchain.search.stage import SearchResult, Trial
 
 ESTIMATED = "KL (nats)"
+COUNTED = "tensors and one full cache, without the header of the weights file"
 
 
 def search_document(result: SearchResult) -> dict[str, Any]:
     """The result as JSON types; equal searches give equal documents.
 
-    `bytes`: of weights and of the cache of one sequence of `cache_tokens`, `cache_bytes` of the latter alone.
+    `bytes`: of weights (tensors alone, without the file's header: `counted`) and of the cache of one sequence of
+    `cache_tokens`, `cache_bytes` of the latter alone.
     `sensitivity`: measured KL (nats) of each unit in each format, all else in float; `heads`: of each KV head's cache,
     null where it was not asked for. `trials`: mixes quantized for real, `kl` and `rise` measured, `estimated_kl` the
     sum of sensitivities. `frontier`: estimated.
@@ -26,6 +28,7 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "formats": list(result.formats),
         "text": result.text,
         "cache_tokens": result.capacity,
+        "counted": COUNTED,
         "chosen": None if result.best is None else _trial(result.best),
         "trials": [_trial(trial) for trial in result.trials],
         "sensitivity": [
@@ -69,6 +72,7 @@ def search_page(result: SearchResult) -> Page:
     facts = (
         ("budget", result.budget.text()),
         ("size", f"{best.bytes / 1e6:.2f} MB: weights {weights:.2f}, KV cache {best.cache_bytes / 1e6:.2f}"),
+        ("counted", COUNTED),
         ("weights", _chosen(result, best, caches=False)),
         ("KV cache", f"{_chosen(result, best, caches=True)}; counted for one sequence of {result.capacity} tokens"),
         ("KL", f"{best.kl:.4g} nats measured, {best.estimated_kl:.4g} estimated"),

@@ -86,6 +86,7 @@ def search_formats(
     text, or an output that is in the way.
     """
     _check_out(out)
+    recipe = recipe.model_copy(update={"about": question.about()})
     exported = open_artifact(source, ("export",))
     config = DecoderConfig.model_validate(exported.json("decoder.json"))
     entries = read_header(exported.file(WEIGHTS))
@@ -161,16 +162,18 @@ def held_out_text(exported: Artifact, recipe: Recipe, question: Question) -> tup
             found=str(question.seq_len),
             fix="measure on shorter blocks",
         )
-    path = find_data(question.text or c.data)
+    path = find_data(c.data) if question.text is None else find_data(question.text, "--text")
     taken, seq_len, seed = (c.samples, c.seq_len, c.seed) if own else (0, question.seq_len, 0)
     chat = own and c.chat
-    ids = _blocks(exported, path, chat, blocks=taken + question.blocks, seq_len=seq_len, seed=seed)[taken:]
+    fix = "name a longer text with --text, or ask for fewer --blocks" + ("" if own else " or a shorter --seq-len")
+    asked = {"blocks": question.blocks, "seq_len": seq_len, "seed": seed, "skip": taken, "fix": fix}
+    ids = _blocks(exported, path, chat, asked)
     ids = ids[:, : question.seq_len]
     described = f"{len(ids)} blocks of {ids.shape[1]} tokens of {path.name}"
     return ids.clone(), described + (", none of them calibrated on" if own else "")
 
 
-def _blocks(exported: Artifact, path: Path, chat: bool, **asked: int) -> Any:
+def _blocks(exported: Artifact, path: Path, chat: bool, asked: dict[str, Any]) -> Any:
     import torch
 
     from toolchain.text import load_tokenizer, read_texts, token_blocks
@@ -194,7 +197,8 @@ def _prepared(
     from toolchain.model.load import load_artifact_decoder
     from toolchain.search.sensitivity import prepare_model
 
-    mixes = [{u.name: f if f in choices[u.name] else choices[u.name][0] for u in found} for f in formats]
+    free = {u.name: () if u.is_cache else choices[u.name] for u in found}  # caches keep their own: it is measured
+    mixes = [{unit: f if f in taken else choices[unit][0] for unit, taken in free.items()} for f in formats]
     recipes = [units.mixed_recipe(recipe, found, mix, recipe.about) for mix in mixes]
     static = any(plan_quantization(config, r).static for r in recipes)
     changed = recipe.rotation.is_on or recipe.smoothing.is_on or recipe.kv_cache.is_static
@@ -234,8 +238,7 @@ def _search(result: SearchResult, source: Path, recipe: Recipe, model: Any, repo
         mix = rounds.propose()
         if mix is None:
             break
-        about = f"{recipe.about}; formats mixed by search: {result.budget.text()}"
-        text = recipe_text(units.mixed_recipe(recipe, result.found, mix, about))
+        text = recipe_text(units.mixed_recipe(recipe, result.found, mix, recipe.about))
         size, cached, loss = _quantized_loss(source, text, model)
         size += cached
         trial = Trial(mix, text, size, cached, loss.kl, loss.rise, result.problem.loss_of(mix))
