@@ -5,20 +5,24 @@ depends on; a finished folder with the right key and intact files is reused, any
 again. So a run that was killed redoes only what was unfinished, and ends with the same hashes.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolchain.artifact import Artifact, dump_json, hash_json, open_artifact, write_atomic
+from toolchain.artifact import PAGE_MARK, Artifact, check_output, dump_json, hash_json, open_artifact, write_atomic
 from toolchain.errors import DtoolError, GateFailed, name_list
 from toolchain.processor import installed_gpus
 from toolchain.recipe import Recipe, find_data
 from toolchain.report import Page, Table, render_html
 
 Report = Callable[[str], None]
-PROOFS = ("parity", "bench")
-OURS = ("export", "quantized", "engine", *PROOFS, "statistics")
+STAGES, PROOFS = ("export", "quantized", "engine"), ("parity", "bench")
+PROOF_FILES = tuple(f"{name}.{end}" for name in PROOFS for end in ("json", "html"))
+GENERATOR = {"generator": "dtool"}
+"""In every JSON file of a proof, as PAGE_MARK is in its page: such a file may be written anew or removed."""
+OURS = (*STAGES, *PROOFS, "statistics")
 """First parts of the names a run writes, and of a folder that a user may give."""
 
 
@@ -59,7 +63,7 @@ class _Stages:
 
     def _forget_proofs(self) -> None:
         """Remove what an earlier run found out about an engine that is now made again."""
-        for path in (self.out / f"{name}.{end}" for name in PROOFS for end in ("json", "html")):
+        for path in (self.out / name for name in PROOF_FILES):
             if path.is_file():
                 path.unlink()
                 self.report(f"{path.name}: removed, it was of what is made again")
@@ -131,18 +135,7 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     from toolchain.quantize.job import plan_recipe
     from toolchain.quantize.stored import check_scheme
 
-    if out.exists() and not out.is_dir():
-        raise DtoolError(f"{out} is not a folder", expected="a folder for the stages", fix="choose another path")
-    foreign = (
-        sorted(p.name for p in out.iterdir() if p.name.lstrip(".").split(".")[0] not in OURS) if out.exists() else []
-    )
-    if foreign:
-        raise DtoolError(
-            f"{out} holds what dtool did not write",
-            expected="a new folder, or that of an earlier run",
-            found=name_list(foreign),
-            fix="choose another folder",
-        )
+    check_folder(out)
     check_recipe(recipe)
     checkpoint = open_checkpoint(model, recipe.context_len)
     plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
@@ -151,6 +144,40 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     if recipe.needs_calibration and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
         calibration_blocks(model, recipe, checkpoint.config)
     check_sizes(recipe.engine, checkpoint.config)
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder with anything in it that no run wrote."""
+    if out.exists() and not out.is_dir():
+        raise DtoolError(
+            f"{out} is not a folder", expected="a folder for the stages", found="a file", fix="choose another path"
+        )
+    if not out.exists():
+        return
+    foreign = [p.name for p in out.iterdir() if p.name.lstrip(".").split(".")[0] not in OURS]
+    foreign += [name for name in PROOF_FILES if (out / name).exists() and not _is_proof(out / name)]
+    if foreign:
+        raise DtoolError(
+            f"{out} holds what dtool did not write",
+            expected="a new folder, or that of an earlier run",
+            found=name_list(sorted(foreign)),
+            fix="choose another folder",
+        )
+    for name in STAGES:
+        check_output(out / name, force=True)
+
+
+def _is_proof(path: Path) -> bool:
+    """Whether a run wrote this JSON file or page."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".html":
+        return PAGE_MARK in path.read_bytes()[:1000].decode("utf-8", "replace")
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(document, dict) and GENERATOR.items() <= document.items()
 
 
 def reusable(folder: Path, key: str, report: Report) -> Artifact | None:
@@ -169,8 +196,6 @@ def reusable(folder: Path, key: str, report: Report) -> Artifact | None:
 
 
 def _parity(candidate: Artifact, source: Artifact, model: Path, recipe: Recipe, out: Path, report: Report) -> Any:
-    import json
-
     from toolchain.parity.stage import WAYS_OUT, run_parity
 
     key = hash_json({"candidate": candidate.identity, "parity": recipe.parity.model_dump(mode="json")})
@@ -198,9 +223,9 @@ def _bench(candidate: Artifact, model: Path, recipe: Recipe, out: Path, report: 
     return result.document()
 
 
-def write_report(folder: Path, name: str, document: Any, page: Page) -> None:
+def write_report(folder: Path, name: str, document: dict[str, Any], page: Page) -> None:
     """`name`.json and `name`.html in `folder`."""
-    write_atomic(folder / f"{name}.json", dump_json(document).encode())
+    write_atomic(folder / f"{name}.json", dump_json(document | GENERATOR).encode())
     write_atomic(folder / f"{name}.html", render_html(page).encode())
 
 
