@@ -1,5 +1,7 @@
 """What a run leaves in its folder: proofs of the engine that lies there, and of no other."""
 
+import json
+
 import pytest
 
 from tests.test_cli import RECIPE, call
@@ -70,3 +72,28 @@ def test_a_foreign_folder_in_the_way_of_a_stage_is_refused_before_any_work(run, 
     err = run("--no-bench", code=1)
     assert "something dtool did not write" in err
     assert [path.name for path in own.parent.iterdir()] == [stage]
+
+
+def test_a_bench_that_does_not_fit_the_cache_is_refused_before_any_work(run, tmp_path):
+    err = run("--set", "bench.prompt_lens=[60]", "--set", "bench.new_tokens=8", code=1)
+    assert "the longest prompt and bench.new_tokens is 68" in err
+    assert not (tmp_path / "run").exists()
+    run("--no-bench", "--set", "bench.prompt_lens=[60]", "--set", "bench.new_tokens=8")
+
+
+def test_quantized_weights_of_an_earlier_recipe_do_not_stay(run, tmp_path):
+    run("--no-bench")
+    plain = ("--set", "weights.format=none", "--set", "kv_cache.format=none")
+    assert "quantized: removed, this recipe quantizes nothing" in run("--no-bench", *plain)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == ["engine", "export"]
+
+
+def test_a_failed_gate_prints_the_document_as_a_passed_one(tiny_text, run, tmp_path):
+    recipe, out = tmp_path / "recipe.toml", tmp_path / "run"
+    strict = ("--set", "parity.eager.kl_mean=1e-9", "--json")
+    document, err = call("run", tiny_text, "-r", recipe, "-o", out, *strict, code=3)
+    assert "parity failed" in err
+    found = json.loads(document)
+    assert found["parity"]["verdict"] == "failed"
+    assert sorted(found["artifacts"]) == ["engine", "export", "quantized"]
+    assert found["bench"] is None

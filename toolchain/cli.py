@@ -215,13 +215,13 @@ def parity(
 ) -> None:
     """Prove an artifact against fp32 torch and against its own exact arithmetic. Exit 3: a gate failed."""
     from toolchain.errors import GateFailed
-    from toolchain.parity.stage import WAYS_OUT, run_parity
+    from toolchain.parity.stage import GATES_MET, WAYS_OUT, run_parity
 
     with _opened(model) as folder:
         result = run_parity(candidate, load(recipe_name, overrides), model=folder, source=source, report=say)
     show(result.document(), result.page, as_json=as_json, html=html)
     if result.verdict != "passed":
-        raise GateFailed("parity failed", found=result.failure_text(), fix=WAYS_OUT)
+        raise GateFailed("parity failed", expected=GATES_MET, found=result.failure_text(), fix=WAYS_OUT)
 
 
 @dtool.command()
@@ -325,6 +325,8 @@ def run(
     with _opened(model) as folder:
         result = run_pipeline(folder, recipe, out, bench=not no_bench, report=say, **options)
     show(result.document(), lambda: summary_page(result, recipe), as_json=as_json, html=None)
+    if result.failure is not None:
+        raise result.failure
 
 
 @dtool.command()
