@@ -95,7 +95,9 @@ def quantize(
     source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, as_json: bool, html: Path | None, **how: Any
 ) -> None:
     """Exported artifact -> the same graphs with integer weights, activations and cache, and what that lost."""
+    from toolchain.artifact import open_artifact
     from toolchain.engine.preflight import check_formats, quantized_notes
+    from toolchain.engine.source import check_source
     from toolchain.quantize.report import quantization_document, quantization_page
     from toolchain.quantize.stage import quantize_artifact
 
@@ -103,6 +105,7 @@ def quantize(
     check_formats(recipe)
     for line in quantized_notes(recipe):
         say(f"note: {line}")
+    check_source(open_artifact(source, ("export",), check_hashes=False), recipe, sections=())
     artifact = quantize_artifact(source, recipe, out, **how, report=say)
     document = quantization_document(artifact)
     show(document, lambda: quantization_page(document), as_json=as_json, html=html)
