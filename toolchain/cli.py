@@ -6,7 +6,6 @@ Heavy imports stand inside the command bodies, so that `dtool --help` is instant
 import contextlib
 import gc
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import click
 
-from toolchain.errors import DtoolError
+from toolchain.errors import DtoolError, stopped_by_signals
 from toolchain.options import FOLDER, FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, STATISTICS, load, say, show
 
 
@@ -374,21 +373,20 @@ def verify(path: Path) -> None:
 
 def main() -> None:
     """Entry point: failures end in one message and their exit code, never in a traceback."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: what is half-written is removed
-    try:
-        dtool.main(standalone_mode=False)
-    except click.exceptions.Abort:
-        click.echo("interrupted; nothing half-written was left", err=True)
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except DtoolError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        click.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)
-        sys.exit(1)
+    with stopped_by_signals():
+        try:
+            dtool.main(standalone_mode=False)
+        except click.exceptions.Abort:
+            sys.exit(130)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except DtoolError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
+        except OSError as error:
+            click.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)
+            sys.exit(1)
 
 
 if __name__ == "__main__":
