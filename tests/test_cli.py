@@ -332,13 +332,6 @@ def test_damaged_artifact_is_refused_by_every_command_that_reads_it(tiny_text, r
     assert not (tmp_path / "out").exists()
 
 
-def test_engine_of_a_source_that_lacks_the_recipes_quantization_is_refused(tiny_text, recipe, tmp_path):
-    call("export", tiny_text, "-r", recipe, "-o", tmp_path / "x")
-    _, err = call("build-engine", tmp_path / "x", "-r", recipe, "-o", tmp_path / "e", code=1)
-    assert "weights.format int8" in err
-    assert "dtool quantize" in err
-
-
 def test_force_never_replaces_the_source(tiny_text, recipe, tmp_path):
     call("export", tiny_text, "-r", recipe, "-o", tmp_path / "x")
     _, err = call("quantize", tmp_path / "x", "-r", recipe, "-o", tmp_path / "x", "--force", code=1)

@@ -1,6 +1,9 @@
 """Failures that a user can act on."""
 
 import ast
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,3 +30,26 @@ def test_every_error_says_what_to_do():
 @pytest.mark.parametrize(("fix", "lines"), [("x", ["  to do:    x"]), ("x\ny", ["  to do:    x", " " * 12 + "y"])])
 def test_the_lines_of_a_part_are_aligned(fix, lines):
     assert str(DtoolError("wrong", fix=fix)).split("\n") == ["wrong", *lines]
+
+
+SWALLOWS = """
+import os, sys
+from toolchain import cli
+
+def command(**_):
+    try:
+        os.kill(os.getpid(), int(sys.argv[1]))
+    except BaseException:
+        raise TypeError("expected a message argument")
+
+cli.dtool.main = command
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupt_that_a_library_makes_another_error_of_keeps_its_exit_code(number):
+    command = [sys.executable, "-c", SWALLOWS, str(int(number))]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert child.returncode == 128 + number
+    assert child.stderr == "interrupted; nothing half-written was left\n"

@@ -291,3 +291,14 @@ def test_unknown_recipe_and_bad_toml_are_refused(tmp_path):
 def test_a_change_of_gates_leaves_stage_sections_alone():
     one, two = load_recipe("int8"), load_recipe("int8", ["parity.eager.kl_mean=9.0"])
     assert all(one.sections(stage) == two.sections(stage) for stage in ("export", "quantize", "engine"))
+
+
+@pytest.mark.parametrize("name", ["int8-rtx", "int8"])
+def test_prompts_that_nobody_set_are_as_long_as_the_cache_allows(name):
+    lengths = load_recipe(name, ["engine.kv_capacity=256"]).engine.prompt_len
+    assert (lengths.min, lengths.opt, lengths.max) == (1, 256, 256)
+    assert load_recipe(name, ["engine.kv_capacity=4096"]).engine.prompt_len == load_recipe("int8-rtx").engine.prompt_len
+    own = load_recipe(name, ["engine.kv_capacity=256", "engine.prompt_len={min=1, opt=8, max=512}"]).engine.prompt_len
+    with pytest.raises(DtoolError, match="engine"):
+        parse_recipe({"schema_version": 1, "about": "no section", "engine": 5}, "test")
+    assert own.max == 512  # refused where the engine is built, with what to do

@@ -6,7 +6,6 @@ Heavy imports stand inside the command bodies, so that `dtool --help` is instant
 import contextlib
 import gc
 import json
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import click
 
-from toolchain.errors import DtoolError
+from toolchain.errors import DtoolError, stopped_by_signals
 from toolchain.options import FOLDER, FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, STATISTICS, load, say, show
 
 
@@ -95,7 +94,9 @@ def quantize(
     source: Path, recipe_name: str, overrides: tuple[str, ...], out: Path, as_json: bool, html: Path | None, **how: Any
 ) -> None:
     """Exported artifact -> the same graphs with integer weights, activations and cache, and what that lost."""
+    from toolchain.artifact import open_artifact
     from toolchain.engine.preflight import check_formats, quantized_notes
+    from toolchain.engine.source import check_source
     from toolchain.quantize.report import quantization_document, quantization_page
     from toolchain.quantize.stage import quantize_artifact
 
@@ -103,6 +104,7 @@ def quantize(
     check_formats(recipe)
     for line in quantized_notes(recipe):
         say(f"note: {line}")
+    check_source(open_artifact(source, ("export",), check_hashes=False), recipe, sections=())
     artifact = quantize_artifact(source, recipe, out, **how, report=say)
     document = quantization_document(artifact)
     show(document, lambda: quantization_page(document), as_json=as_json, html=html)
@@ -218,13 +220,13 @@ def parity(
 ) -> None:
     """Prove an artifact against fp32 torch and against its own exact arithmetic. Exit 3: a gate failed."""
     from toolchain.errors import GateFailed
-    from toolchain.parity.stage import WAYS_OUT, run_parity
+    from toolchain.parity.stage import GATES_MET, WAYS_OUT, run_parity
 
     with _opened(model) as folder:
         result = run_parity(candidate, load(recipe_name, overrides), model=folder, source=source, report=say)
     show(result.document(), result.page, as_json=as_json, html=html)
     if result.verdict != "passed":
-        raise GateFailed("parity failed", found=result.failure_text(), fix=WAYS_OUT)
+        raise GateFailed("parity failed", expected=GATES_MET, found=result.failure_text(), fix=WAYS_OUT)
 
 
 @dtool.command()
@@ -328,6 +330,8 @@ def run(
     with _opened(model) as folder:
         result = run_pipeline(folder, recipe, out, bench=not no_bench, report=say, **options)
     show(result.document(), lambda: summary_page(result, recipe), as_json=as_json, html=None)
+    if result.failure is not None:
+        raise result.failure
 
 
 @dtool.command()
@@ -372,21 +376,20 @@ def verify(path: Path) -> None:
 
 def main() -> None:
     """Entry point: failures end in one message and their exit code, never in a traceback."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: what is half-written is removed
-    try:
-        dtool.main(standalone_mode=False)
-    except click.exceptions.Abort:
-        click.echo("interrupted; nothing half-written was left", err=True)
-        sys.exit(130)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except DtoolError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        click.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)
-        sys.exit(1)
+    with stopped_by_signals():
+        try:
+            dtool.main(standalone_mode=False)
+        except click.exceptions.Abort:
+            sys.exit(130)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except DtoolError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
+        except OSError as error:
+            click.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)
+            sys.exit(1)
 
 
 if __name__ == "__main__":

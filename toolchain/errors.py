@@ -1,10 +1,15 @@
 """Failures a user can act on: what was expected, what was found, what to do.
 
-Exit codes: 1 user error (`DtoolError`), 2 usage (click's own), 3 a gate failed (`GateFailed`).
+Exit codes: 1 user error (`DtoolError`), 2 usage (click's own), 3 a gate failed (`GateFailed`), 130 and 143
+stopped by Ctrl-C or a request to end.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 
 class DtoolError(Exception):
@@ -44,3 +49,27 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     choices = sorted(choices)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     return f"did you mean {name_list(near)}?" if near else f"one of: {name_list(choices, 20)}"
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """End the block and the process on Ctrl-C and SIGTERM, by an exception: what is half-written is removed.
+
+    The exit code says so, whatever a library in the middle of its import makes of that exception.
+    """
+    stopped: list[int] = []
+
+    def stop(number: int, _frame: Any) -> None:
+        stopped.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, stop)
+    try:
+        yield
+    except BaseException:
+        if not stopped:
+            raise
+        sys.stderr.write("interrupted; nothing half-written was left\n")
+        sys.exit(128 + stopped[0])

@@ -5,30 +5,45 @@ depends on; a finished folder with the right key and intact files is reused, any
 again. So a run that was killed redoes only what was unfinished, and ends with the same hashes.
 """
 
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolchain.artifact import Artifact, dump_json, hash_json, open_artifact, write_atomic
+from toolchain.artifact import (
+    PAGE_MARK,
+    Artifact,
+    check_output,
+    dump_json,
+    hash_json,
+    locked,
+    open_artifact,
+    write_atomic,
+)
 from toolchain.errors import DtoolError, GateFailed, name_list
 from toolchain.processor import installed_gpus
 from toolchain.recipe import Recipe, find_data
 from toolchain.report import Page, Table, render_html
 
 Report = Callable[[str], None]
-PROOFS = ("parity", "bench")
-OURS = ("export", "quantized", "engine", *PROOFS, "statistics")
+STAGES, PROOFS = ("export", "quantized", "engine"), ("parity", "bench")
+PROOF_FILES = tuple(f"{name}.{end}" for name in PROOFS for end in ("json", "html"))
+GENERATOR = {"generator": "dtool"}
+"""In every JSON file of a proof, as PAGE_MARK is in its page: such a file may be written anew or removed."""
+OURS = (*STAGES, *PROOFS, "statistics")
 """First parts of the names a run writes, and of a folder that a user may give."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """The folders a run made or reused, and the documents of its proofs."""
+    """The folders a run made or reused, and the documents of its proofs; `failure` where a gate failed."""
 
     artifacts: dict[str, Artifact]
     parity: dict[str, Any]
     bench: dict[str, Any] | None
+    failure: GateFailed | None = None
 
     def document(self) -> dict[str, Any]:
         """The result as JSON types."""
@@ -57,9 +72,18 @@ class _Stages:
         self.artifacts[name] = found
         return found
 
+    def drop(self, name: str) -> None:
+        """Remove what an earlier run made by a stage that the recipe no longer has."""
+        folder = self.out / name
+        if folder.exists():
+            self._forget_proofs()
+            with locked(folder):
+                shutil.rmtree(folder)
+            self.report(f"{name}: removed, this recipe quantizes nothing")
+
     def _forget_proofs(self) -> None:
         """Remove what an earlier run found out about an engine that is now made again."""
-        for path in (self.out / f"{name}.{end}" for name in PROOFS for end in ("json", "html")):
+        for path in (self.out / name for name in PROOF_FILES):
             if path.is_file():
                 path.unlink()
                 self.report(f"{path.name}: removed, it was of what is made again")
@@ -75,11 +99,11 @@ def run_pipeline(
     plugin_libraries: Sequence[Path] = (),
     statistics: Path | None = None,
 ) -> RunResult:
-    """Export, quantize, build, prove and time `model` into `out`. Raises GateFailed when a gate fails.
+    """Export, quantize, build, prove and time `model` into `out`; nothing is timed when a gate fails.
 
     `statistics`: a folder that keeps what calibration saw, for other recipes.
     """
-    check_inputs(model, recipe, out)
+    check_inputs(model, recipe, out, bench=bench)
     from toolchain.engine.stage import build_engine, engine_key
     from toolchain.export.stage import export_checkpoint, export_key
     from toolchain.quantize.stage import check_statistics, quantize_artifact, quantize_key
@@ -101,6 +125,8 @@ def run_pipeline(
                 exported.path, recipe, folder, force=force, statistics=statistics, report=report
             ),
         )
+    else:
+        stages.drop("quantized")
     source = current
     engine = stages.take(
         "engine",
@@ -110,9 +136,9 @@ def run_pipeline(
         ),
     )
     proved = engine if runs_here(engine) else source
-    parity = _parity(proved, source, model, recipe, out, report)
-    timed = _bench(proved, model, recipe, out, report) if bench else None
-    return RunResult(stages.artifacts, parity, timed)
+    parity, failure = _parity(proved, source, model, recipe, out, report)
+    timed = _bench(proved, model, recipe, out, report) if bench and failure is None else None
+    return RunResult(stages.artifacts, parity, timed, failure)
 
 
 def runs_here(engine: Artifact) -> bool:
@@ -123,7 +149,7 @@ def runs_here(engine: Artifact) -> bool:
     return any(f"sm{gpu.sm}" in target["targets"] for gpu in installed_gpus())
 
 
-def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
+def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False) -> None:
     """Everything that can be refused before hours of work is refused here."""
     from toolchain.engine.preflight import check_recipe, check_sizes
     from toolchain.model.checkpoint import open_checkpoint
@@ -131,18 +157,7 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     from toolchain.quantize.job import plan_recipe
     from toolchain.quantize.stored import check_scheme
 
-    if out.exists() and not out.is_dir():
-        raise DtoolError(f"{out} is not a folder", expected="a folder for the stages", fix="choose another path")
-    foreign = (
-        sorted(p.name for p in out.iterdir() if p.name.lstrip(".").split(".")[0] not in OURS) if out.exists() else []
-    )
-    if foreign:
-        raise DtoolError(
-            f"{out} holds what dtool did not write",
-            expected="a new folder, or that of an earlier run",
-            found=name_list(foreign),
-            fix="choose another folder",
-        )
+    check_folder(out)
     check_recipe(recipe)
     checkpoint = open_checkpoint(model, recipe.context_len)
     plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
@@ -150,7 +165,48 @@ def check_inputs(model: Path, recipe: Recipe, out: Path) -> None:
     check_scheme(None if checkpoint.foreign is None else checkpoint.foreign.scheme, recipe)
     if recipe.needs_calibration and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
         calibration_blocks(model, recipe, checkpoint.config)
-    check_sizes(recipe.engine, checkpoint.config)
+    engine = recipe.engine
+    check_sizes(engine, checkpoint.config)
+    if bench:
+        from toolchain.bench.latency import check_bench
+        from toolchain.runners.runner import Limits
+
+        limits = Limits(engine.batch.max, engine.prompt_len.max, engine.kv_capacity)
+        check_bench("the recipe's engine", recipe.bench, limits, checkpoint.config.context_len)
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder with anything in it that no run wrote."""
+    if out.exists() and not out.is_dir():
+        raise DtoolError(
+            f"{out} is not a folder", expected="a folder for the stages", found="a file", fix="choose another path"
+        )
+    if not out.exists():
+        return
+    foreign = [p.name for p in out.iterdir() if p.name.lstrip(".").split(".")[0] not in OURS]
+    foreign += [name for name in PROOF_FILES if (out / name).exists() and not _is_proof(out / name)]
+    if foreign:
+        raise DtoolError(
+            f"{out} holds what dtool did not write",
+            expected="a new folder, or that of an earlier run",
+            found=name_list(sorted(foreign)),
+            fix="choose another folder",
+        )
+    for name in STAGES:
+        check_output(out / name, force=True)
+
+
+def _is_proof(path: Path) -> bool:
+    """Whether a run wrote this JSON file or page."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".html":
+        return PAGE_MARK in path.read_bytes()[:1000].decode("utf-8", "replace")
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError:
+        return False
+    return isinstance(document, dict) and GENERATOR.items() <= document.items()
 
 
 def reusable(folder: Path, key: str, report: Report) -> Artifact | None:
@@ -168,10 +224,11 @@ def reusable(folder: Path, key: str, report: Report) -> Artifact | None:
     return artifact
 
 
-def _parity(candidate: Artifact, source: Artifact, model: Path, recipe: Recipe, out: Path, report: Report) -> Any:
-    import json
-
-    from toolchain.parity.stage import WAYS_OUT, run_parity
+def _parity(
+    candidate: Artifact, source: Artifact, model: Path, recipe: Recipe, out: Path, report: Report
+) -> tuple[dict[str, Any], GateFailed | None]:
+    """The document of the proof, and its failure."""
+    from toolchain.parity.stage import GATES_MET, WAYS_OUT, run_parity
 
     key = hash_json({"candidate": candidate.identity, "parity": recipe.parity.model_dump(mode="json")})
     path = out / "parity.json"
@@ -179,14 +236,15 @@ def _parity(candidate: Artifact, source: Artifact, model: Path, recipe: Recipe, 
         document = json.loads(path.read_text("utf-8"))
         if document.get("key") == key and document["verdict"] == "passed":
             report("parity: reused, it passed for these very files")
-            return document
+            return document, None
     report("parity: comparing with eager and with the exact quantized arithmetic")
     result = run_parity(candidate.path, recipe, model=model, source=source.path, report=report)
     document = result.document() | {"key": key}
     write_report(out, "parity", document, result.page())
-    if result.verdict != "passed":
-        raise GateFailed("parity failed", found=result.failure_text(), fix=f"see {out / 'parity.html'}; {WAYS_OUT}")
-    return document
+    if result.verdict == "passed":
+        return document, None
+    fix = f"see {out / 'parity.html'}; {WAYS_OUT}"
+    return document, GateFailed("parity failed", expected=GATES_MET, found=result.failure_text(), fix=fix)
 
 
 def _bench(candidate: Artifact, model: Path, recipe: Recipe, out: Path, report: Report) -> Any:
@@ -198,9 +256,9 @@ def _bench(candidate: Artifact, model: Path, recipe: Recipe, out: Path, report: 
     return result.document()
 
 
-def write_report(folder: Path, name: str, document: Any, page: Page) -> None:
+def write_report(folder: Path, name: str, document: dict[str, Any], page: Page) -> None:
     """`name`.json and `name`.html in `folder`."""
-    write_atomic(folder / f"{name}.json", dump_json(document).encode())
+    write_atomic(folder / f"{name}.json", dump_json(document | GENERATOR).encode())
     write_atomic(folder / f"{name}.html", render_html(page).encode())
 
 

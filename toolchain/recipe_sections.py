@@ -263,6 +263,7 @@ class Engine(Section, frozen=True):
     profiles of one engine, which holds the weights once (`shared`). `memory_limit_mb` bounds the
     builder's workspace; `weight_streaming_budget_mb` is how much of the weights stays on the GPU;
     `strip_weights` leaves them out of the plans, to be filled in from the weights file on loading.
+    Without a `prompt_len` prompts are at most as long as the cache.
     """
 
     backend: Literal["onnxruntime", "tensorrt", "tensorrt-rtx"] = "onnxruntime"
@@ -281,6 +282,16 @@ class Engine(Section, frozen=True):
     strip_weights: bool = False
     hardware_compatibility: Literal["none", "ampere_plus", "same_compute_capability"] = "none"
     version_compatible: bool = False
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _default_prompts_fit_the_cache(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "prompt_len" in values:
+            return values
+        default, capacity = cls.model_fields["prompt_len"].default, values.get("kv_capacity")
+        if type(capacity) is not int or not 2 <= capacity < default.max:
+            return values
+        return values | {"prompt_len": Range(min=1, opt=min(default.opt, capacity), max=capacity)}
 
     @pydantic.model_validator(mode="after")
     def _budget_has_a_stream(self) -> Self:

@@ -48,8 +48,23 @@ def test_targets_that_cannot_be_met_are_refused(fp16, make_recipe, tmp_path, tar
 @pytest.mark.parametrize(
     ("engine", "texts"),
     [
-        ({"kv_capacity": 256}, ["longer than the model's positions", "at most 128", "256"]),
-        ({"kv_capacity": 32}, ["longest prompt does not fit the cache", "at most 32", "64"]),
+        (
+            {"kv_capacity": 256},
+            ["longer than the model's positions", "256", "to do:    --set engine.kv_capacity=128"],
+        ),
+        (
+            {"kv_capacity": 256, "prompt_len": {"min": 1, "opt": 200, "max": 256}},
+            ["--set engine.kv_capacity=128 --set 'engine.prompt_len={min=1, opt=128, max=128}'"],
+        ),
+        (
+            {"kv_capacity": 32},
+            [
+                "longest prompt does not fit the cache",
+                "at most 32",
+                "64",
+                "--set 'engine.prompt_len={min=1, opt=32, max=32}'",
+            ],
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(fp16, make_recipe, tmp_path, engine, texts):

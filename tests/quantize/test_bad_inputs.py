@@ -179,6 +179,21 @@ def test_ids_the_model_does_not_have_are_refused(text_export, texts, tmp_path):
     assert "id 9999" in refusal.value.found
 
 
+@pytest.mark.parametrize("by", ["quantize", "run"])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"weights": {"format": "int8", "skip": ["*"]}},
+        {"weights": {"format": "int8"}, "overrides": [{"match": ["*"], "weights": {"format": "none"}}]},
+    ],
+    ids=["skip", "override"],
+)
+@pytest.mark.usefixtures("nothing_is_read")
+def test_a_recipe_that_leaves_everything_out_is_refused(by, sections, tiny_text, text_export, texts, tmp_path):
+    recipe = make_recipe(**sections, parity={"data": str(texts["evaluation"])})
+    assert "quantizes nothing" in refusal_of(by, text_export, tiny_text, recipe, tmp_path / "q")
+
+
 @pytest.mark.parametrize("key", ["weights.format", "kv_cache.format"])
 @pytest.mark.parametrize("command", ["quantize", "run"])
 @pytest.mark.usefixtures("nothing_is_read", "any_backend")

@@ -221,7 +221,11 @@ def largest_capacity(runner: Runner) -> int:
 
 def check_cases(runner: Runner, bench: Bench) -> None:
     """Refuse prompt lengths and batches a runner cannot take. Raises DtoolError."""
-    limits = getattr(runner, "limits", Limits())
+    check_bench(runner.name, bench, getattr(runner, "limits", Limits()), runner.config.context_len)
+
+
+def check_bench(name: str, bench: Bench, limits: Limits, context_len: int) -> None:
+    """Refuse prompt lengths and batches beyond the limits of an engine of that name, and the model's positions."""
     longest = max(bench.prompt_lens, default=0)
     if longest < 1 or min(bench.prompt_lens) < 1:
         raise DtoolError(
@@ -230,15 +234,16 @@ def check_cases(runner: Runner, bench: Bench) -> None:
             found=str(longest),
             fix="--set 'bench.prompt_lens=[32, 256]'",
         )
+    capacity = min(limits.capacity or context_len, context_len)
     bounds = (
         ("bench.batch", bench.batch, limits.max_batch),
         ("the longest of bench.prompt_lens", longest, limits.max_prompt),
-        ("prompt and bench.new_tokens", longest + bench.new_tokens, largest_capacity(runner)),
+        ("the longest prompt and bench.new_tokens", longest + bench.new_tokens, capacity),
     )
     for what, value, largest in bounds:
         if largest is not None and value > largest:
             raise DtoolError(
-                f"{runner.name} cannot run this bench: {what} is {value}",
+                f"{name} cannot run this bench: {what} is {value}",
                 expected=f"at most {largest}",
                 found=str(value),
                 fix="ask for less with --set bench.…, or build an engine with a larger range",

@@ -180,15 +180,23 @@ def check_sizes(engine: Engine, config: DecoderConfig) -> None:
             "the cache is longer than the model's positions",
             expected=f"engine.kv_capacity of at most {config.context_len} (context_len)",
             found=str(engine.kv_capacity),
-            fix=f"--set engine.kv_capacity={config.context_len}",
+            fix=f"--set engine.kv_capacity={config.context_len}" + _shorter_prompts(engine, config.context_len),
         )
     if engine.prompt_len.max > engine.kv_capacity:
         raise DtoolError(
             "the longest prompt does not fit the cache",
             expected=f"engine.prompt_len.max of at most {engine.kv_capacity} (engine.kv_capacity)",
             found=str(engine.prompt_len.max),
-            fix="lower engine.prompt_len or raise engine.kv_capacity",
+            fix=_shorter_prompts(engine, engine.kv_capacity).strip() + ", or raise engine.kv_capacity",
         )
+
+
+def _shorter_prompts(engine: Engine, capacity: int) -> str:
+    """What to add to a command so that the prompts fit a cache; nothing where they do."""
+    if engine.prompt_len.max <= capacity:
+        return ""
+    fitting = ", ".join(f"{name}={min(value, capacity)}" for name, value in engine.prompt_len)
+    return f" --set 'engine.prompt_len={{{fitting}}}'"
 
 
 def _load_graphs(source: Artifact) -> dict[str, Any]:

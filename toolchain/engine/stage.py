@@ -18,6 +18,7 @@ from toolchain.artifact import (
     stage_key,
 )
 from toolchain.engine.preflight import preflight, require_backend
+from toolchain.engine.source import check_source
 from toolchain.engine.targets import Target
 from toolchain.errors import DtoolError
 from toolchain.recipe import Recipe
@@ -25,7 +26,6 @@ from toolchain.recipe_sections import Engine
 
 STAGE = "engine"
 SOURCES = ("export", "quantize")
-QUANTIZED = ("weights", "activations", "kv_cache")
 DECODER, TOKENIZER, REPORT = "decoder.json", "tokenizer", "report.json"
 DISTRIBUTIONS = {
     "tensorrt": ("tensorrt", "tensorrt-cu13"),
@@ -70,29 +70,6 @@ def build_engine(
         draft.write_json(REPORT, _report_head(draft) | document)
         draft.write_json(TIMINGS, timings | {"total_s": round(time.perf_counter() - start, 3)})
     return open_artifact(out, (STAGE,), check_hashes=False)
-
-
-def check_source(source: Artifact, recipe: Recipe, sections: Sequence[str] = QUANTIZED) -> None:
-    """Refuse a source that is not what the recipe describes, in either direction: its floats, and these sections."""
-    made = source.manifest.recipe
-    asked = recipe.model_dump(mode="json")
-    differs = [("compute_dtype", asked["compute_dtype"], source.manifest.details.get("compute_dtype"))]
-    if recipe.context_len is not None:
-        context_len = source.json("decoder.json")["context_len"]
-        differs.append(("context_len", recipe.context_len, context_len))
-    for section in sections:
-        wanted, found = asked[section], made.get(section, {"format": "none"})
-        if wanted["format"] == found["format"] == "none":
-            continue  # what is not used need not agree
-        differs += [(f"{section}.{key}", wanted.get(key), found.get(key)) for key in ("format", *wanted)]
-    for key, wanted, found in differs:
-        if wanted != found:
-            raise DtoolError(
-                f"{source.path} is not what the recipe describes",
-                expected=f"{key} {wanted}",
-                found=f"{key} {found}, from stage {source.manifest.stage}",
-                fix="run `dtool export` and `dtool quantize` with this recipe first, or give the one it was made with",
-            )
 
 
 def engine_key(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path] = ()) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolchain.artifact import Artifact
+from toolchain.errors import DtoolError
 from toolchain.model.caches import CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.cache import plan_caches
@@ -71,10 +72,12 @@ def plan_recipe(
 ) -> tuple[QuantizePlan, tuple[CacheFormat, ...]]:
     """What a recipe does to each matrix and each cache of a model.
 
-    Raises DtoolError for patterns that match nothing, groups that cut no matrix, and bases or keys' factors that are
+    Raises DtoolError for a recipe that asks for codes and leaves everything out, patterns that match nothing, groups
+    that cut no matrix, and bases or keys' factors that are
     no identity for the model: all that shapes alone tell.
     """
     plan, caches = plan_quantization(config, recipe), plan_caches(config, recipe, compute_dtype)
+    check_work(recipe, plan, caches)
     if recipe.rotation.is_on:
         from toolchain.quantize.rotation import check_rotation
 
@@ -84,3 +87,14 @@ def plan_recipe(
 
         check_keys(config)
     return plan, caches
+
+
+def check_work(recipe: Recipe, plan: QuantizePlan, caches: tuple[CacheFormat, ...]) -> None:
+    """Refuse a recipe with formats that no matrix and no cache of the model takes."""
+    if recipe.quantizes and not plan.weights and not any(c.quantized for c in caches):
+        raise DtoolError(
+            "the recipe quantizes nothing",
+            expected="a matrix or a cache that weights.skip, kv_cache.skip and overrides leave to be quantized",
+            found="all of them left out",
+            fix="leave out less, or --set weights.format=none --set kv_cache.format=none for an engine in float",
+        )

@@ -19,7 +19,7 @@ from typing import Any
 
 from toolchain.artifact import Artifact, enclosing_artifact, open_artifact, write_atomic
 from toolchain.engine.preflight import check_export
-from toolchain.engine.stage import check_source
+from toolchain.engine.source import check_source
 from toolchain.errors import DtoolError
 from toolchain.model.caches import caches_of
 from toolchain.model.config import DecoderConfig
