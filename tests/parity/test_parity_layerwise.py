@@ -25,10 +25,14 @@ IDS = np.random.default_rng(3).integers(0, VOCAB, (2, 40))
 
 
 @pytest.fixture(scope="module")
-def quantized(exported, text_file, tmp_path_factory):
-    calibration = {"data": str(text_file), "samples": 4, "seq_len": 30}
+def recipe(text_file):
+    return make_recipe(**INTEGER, calibration={"data": str(text_file), "samples": 4, "seq_len": 30})
+
+
+@pytest.fixture(scope="module")
+def quantized(exported, recipe, tmp_path_factory):
     out = tmp_path_factory.mktemp("layers") / "q"
-    quantize_artifact(exported, make_recipe(**INTEGER, calibration=calibration), out, report=lambda _: None)
+    quantize_artifact(exported, recipe, out, report=lambda _: None)
     return out
 
 
@@ -36,8 +40,8 @@ def errors(candidate, source):
     return layer_errors(open_artifact(candidate), load_artifact_decoder(open_artifact(source)), IDS)
 
 
-def test_graph_and_engine_of_integer_products_are_exact_layer_by_layer(quantized, tmp_path):
-    engine = build_engine(quantized, make_recipe(**INTEGER), tmp_path / "e", report=lambda _: None)
+def test_graph_and_engine_of_integer_products_are_exact_layer_by_layer(quantized, recipe, tmp_path):
+    engine = build_engine(quantized, recipe, tmp_path / "e", report=lambda _: None)
     for candidate in (quantized, engine.path):
         found = errors(candidate, quantized)
         assert found.shape == (2, 2 * 40)
