@@ -55,7 +55,7 @@ class Reader:
 
     def error(self, x_NI: torch.Tensor, scale_I: torch.Tensor) -> float:
         """Share of a token's outputs that rounding to the nearest adds, by squares, the input divided by `scale_I`."""
-        size_N = (x_NI @ self.weight.mT).square().sum(1).clamp_min(1e-30)
+        wanted_NO = x_NI @ self.weight.mT
         x_NI = x_NI - self.center
         shown_OI, weight_OI, rounded_NI = self.weight, self.weight * scale_I, x_NI / scale_I
         if self.weight_format is not None:
@@ -67,8 +67,8 @@ class Reader:
             static, reach = self.activations.is_static, (self.amax / scale_I).max()
             step = scale_from_amax(SEEN_SHARE * reach, fmt) if static else token_scale(rounded_NI, fmt)
             rounded_NI = dequantize(quantize(rounded_NI, step, fmt), step)
-        error_NO = x_NI @ self.weight.mT - (rounded_NI * scale_I) @ shown_OI.mT
-        return float((error_NO.square().sum(1) / size_N).mean())
+        error_NO = wanted_NO - self.weight @ self.center - (rounded_NI * scale_I) @ shown_OI.mT
+        return float((error_NO.square().sum(1) / wanted_NO.square().sum(1).clamp_min(1e-30)).mean())
 
 
 @dataclass(frozen=True, slots=True)
