@@ -1,5 +1,6 @@
 """Tiny models with weights large enough to show faults: std 0.3, norms in [0.5, 1.5], random biases."""
 
+import functools
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +26,14 @@ BASE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def traced_once() -> None:
+    """Trace a model once a process: two seconds, many tests export the same, and graphs are copies of a trace."""
+    from toolchain.export import onnx_export
+
+    onnx_export.trace_decoder = functools.cache(onnx_export.trace_decoder)
 
 
 def save_tiny(folder: Path, **changes: Any) -> Any:

@@ -235,7 +235,7 @@ class Calibration(Section, frozen=True):
     chat: bool = False
     samples: int = pydantic.Field(default=32, ge=1)
     seq_len: int = pydantic.Field(default=512, ge=2)
-    batch: int = pydantic.Field(default=4, ge=1)
+    batch: int = pydantic.Field(default=2, ge=1)
     seed: int = pydantic.Field(default=0, ge=0)
     inputs: Literal["float", "quantized"] = "float"
 

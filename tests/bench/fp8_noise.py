@@ -40,8 +40,8 @@ SHARE = 0.75 / (2 * math.log(2)) / (12 * 64)
 
 def observe(modules, decoder, texts):
     """What every product sees of the texts, the first token apart, and how far it reaches with it."""
-    seen = {name: nothing_seen(module.weight.shape[1], hessian=True) for name, module in modules.items()}
-    reach = {name: nothing_seen(module.weight.shape[1]) for name, module in modules.items()}
+    seen = {name: nothing_seen(module.weight.shape[1], hessian=True, center=True) for name, module in modules.items()}
+    reach = {name: nothing_seen(module.weight.shape[1], center=True) for name, module in modules.items()}
 
     def watch(name):
         return lambda _, inputs: (seen[name].add(inputs[0][:, 1:]), reach[name].add(inputs[0]))[0]

@@ -10,7 +10,7 @@ from tests.quantize.test_smoothing import logits_of
 from toolchain.engine.stage import build_engine
 from toolchain.export.stage import export_checkpoint
 from toolchain.model.quantized import QuantizedLinear
-from toolchain.quantize.seen import Seen
+from toolchain.quantize.seen import nothing_seen
 from toolchain.quantize.stage import quantize_artifact
 from toolchain.runners.open import fake_quant_runner, open_runner
 from toolchain.tensor_file import read_header, read_tensor
@@ -26,7 +26,7 @@ QUANTIZED_INPUTS = {"calibration": {"inputs": "quantized"}}
 
 def seen_of(*batches):
     width = batches[0].shape[-1]
-    seen = Seen(*torch.zeros(5, width), torch.zeros(()), hessian=torch.zeros(width, width))
+    seen = nothing_seen(width, hessian=True, center=True)
     for x in batches:
         seen.add(x)
     return seen

@@ -233,11 +233,11 @@ def test_records_of_the_cache_may_be_anything_of_tensors_and_counts(tmp_path):
     from toolchain.quantize.statistics import Statistics
 
     kept = Statistics(tmp_path, "key", print)
-    plain, whole = nothing_seen(3), nothing_seen(3, hessian=True)
+    plain, whole = nothing_seen(3, center=True), nothing_seen(3, center=True, hessian=True)
     for seen in (plain, whole):
         seen.add(torch.ones(1, 5, 3))
     kept.keep("layer-0", {"cache/k": plain})
-    found = kept.recall("layer-0", {"cache/k": nothing_seen(3)})
+    found = kept.recall("layer-0", {"cache/k": nothing_seen(3, center=True)})
     assert found["cache/k"].tokens == 5
     assert torch.equal(found["cache/k"].center, torch.ones(3))
     assert kept.recall("layer-0", {"cache/k": nothing_seen(3, hessian=True)}) is None

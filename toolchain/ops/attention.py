@@ -35,6 +35,9 @@ from toolchain.numerics import dequantize, quantize, token_scale
 ABI = 3
 """Version of the op's inputs and attributes; a graph of another abi is refused by the plugin."""
 
+QUERY_PART = 128
+"""Queries whose scores are in memory at once: a long prompt costs half of T x T, and memory that grows with T alone."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -125,7 +128,12 @@ def attend_in_place(
 
     written_BS = torch.arange(seen, device=qkv_BTN.device) < past_lengths_B[:, None] + new
     values_BKSD = values_BKSD.masked_fill(~written_BS[:, None, :, None], 0.0)  # 0 * NaN would be NaN
-    return _attend(q_BTHD, keys_BKSD, values_BKSD, positions_BT, spec)
+    out_parts = []
+    for first in range(0, new, QUERY_PART):  # no query sees a slot beyond its own: what is above them is left out
+        part, end = slice(first, first + QUERY_PART), seen - new + min(first + QUERY_PART, new)
+        sees_BKsD = keys_BKSD[:, :, :end], values_BKSD[:, :, :end]
+        out_parts.append(_attend(q_BTHD[:, part], *sees_BKsD, positions_BT[:, part], spec))
+    return torch.cat(out_parts, dim=1)
 
 
 def _attend(
@@ -145,12 +153,14 @@ def _attend(
     if spec.softcap:
         scores_BKRS = spec.softcap * torch.tanh(scores_BKRS / spec.softcap)
     scores_BKGTS = scores_BKRS.reshape(batch, kv_heads, groups, new, seen)
-    slots_S = torch.arange(seen, device=q_BTHD.device)
-    hidden_BTS = slots_S > positions_BT[:, :, None]
+    first = 0 if spec.window else int(positions_BT.min()) + 1  # slots before it hide from none
+    slots_s = torch.arange(first, seen, device=q_BTHD.device)
+    hidden_BTs = slots_s > positions_BT[:, :, None]
     if spec.window:
-        hidden_BTS = hidden_BTS | (slots_S <= positions_BT[:, :, None] - spec.window)
-    most_BTS = torch.where(hidden_BTS, float("-inf"), float("inf"))  # fmin: a fill with -inf, in a third of the time
-    torch.fmin(scores_BKGTS, most_BTS[:, None, None], out=scores_BKGTS)
+        hidden_BTs = hidden_BTs | (slots_s <= positions_BT[:, :, None] - spec.window)
+    most_BTs = torch.where(hidden_BTs, float("-inf"), float("inf"))  # fmin: a fill with -inf, in a third of the time
+    scores_BKGTs = scores_BKGTS[..., first:]
+    torch.fmin(scores_BKGTs, most_BTs[:, None, None], out=scores_BKGTs)
     weights_BKRS = scores_BKGTS.softmax(-1).to(q_BTHD.dtype).reshape(batch, kv_heads, groups * new, seen)
     out_BKRD = (weights_BKRS.float() @ values_BKSD.float()).to(q_BTHD.dtype)
     out_BHTD = out_BKRD.reshape(batch, heads, new, dim)

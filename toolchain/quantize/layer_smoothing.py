@@ -41,7 +41,7 @@ def smooth_layer(block: Block, layer: WalkedLayer, job: Job, rope: LayerCache, s
         seen = layer.seen.get(site.readers[0])
         if seen is None or (shaped and site.readers[0] == PRODUCT):
             continue
-        size_I = seen.amax if smoothing.algorithm == "smoothquant" else seen.total / max(seen.tokens, 1)
+        size_I = seen.amax if smoothing.algorithm == "smoothquant" else seen.mean_size
         weights_I = weight_sizes(block, site.readers)
         alphas = ALPHAS if smoothing.alpha == "search" else (smoothing.alpha,)
         scales = {alpha: smoothing_scale(size_I, weights_I, alpha) for alpha in alphas}

@@ -13,18 +13,19 @@ from toolchain.quantize.cache_scales import CacheSeen
 
 @dataclass(slots=True)
 class Seen:
-    """What one product's input was: of each channel [I] the range and the sum of sizes, its sum [I], and H [I, I].
+    """What one product's input was: of each channel [I] the range, and what else was asked for; None where not.
 
-    `balanced` is its sum with every token at the same length, `weight` the sum of those weights 1 / |x|^2: massive
-    activations of a few tokens say nothing of the mean of all others.
+    `total`: the sum of sizes [I]. `hessian`: H [I, I]. For a center: the sum `signed` [I], and `balanced` [I], the sum
+    with every token at the same length, and `weight` [], that of the weights 1 / |x|^2: massive activations of a few
+    tokens say nothing of the mean of all others.
     """
 
     low: torch.Tensor
     high: torch.Tensor
-    total: torch.Tensor
-    signed: torch.Tensor
-    balanced: torch.Tensor
-    weight: torch.Tensor
+    total: torch.Tensor | None = None
+    signed: torch.Tensor | None = None
+    balanced: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
     tokens: int = 0
     hessian: torch.Tensor | None = None
 
@@ -34,8 +35,16 @@ class Seen:
         return torch.maximum(self.high, -self.low)
 
     @property
+    def mean_size(self) -> torch.Tensor:
+        """The mean magnitude of each channel [I]."""
+        assert self.total is not None
+        return self.total / max(self.tokens, 1)
+
+    @property
     def center(self) -> torch.Tensor:
         """The mean of each channel [I], every token weighing 1 / |x|^2."""
+        assert self.balanced is not None
+        assert self.weight is not None
         return self.balanced / self.weight.clamp_min(1e-30)
 
     def reach(self, center_I: torch.Tensor) -> torch.Tensor:
@@ -45,38 +54,50 @@ class Seen:
     def add(self, x_BTI: torch.Tensor) -> None:
         """Take in one batch."""
         x_NI = x_BTI.float().flatten(0, -2)
-        weight_N = 1 / torch.linalg.vector_norm(x_NI, dim=1).square().clamp_min(1e-30)
         once_N = torch.ones(len(x_NI))  # a product takes half the time of a sum over rows
         self.low, self.high = torch.minimum(self.low, x_NI.amin(0)), torch.maximum(self.high, x_NI.amax(0))  # NaN stays
-        self.total = self.total + once_N @ x_NI.abs()
-        self.signed = self.signed + once_N @ x_NI
-        self.balanced = self.balanced + weight_N @ x_NI
-        self.weight = self.weight + weight_N.sum()
+        if self.total is not None:
+            self.total = self.total + once_N @ x_NI.abs()
+        if self.signed is not None:
+            self.signed = self.signed + once_N @ x_NI
+        if self.balanced is not None:
+            weight_N = 1 / torch.linalg.vector_norm(x_NI, dim=1).square().clamp_min(1e-30)
+            self.balanced = self.balanced + weight_N @ x_NI
+            self.weight = self.weight + weight_N.sum()
         self.tokens += len(x_NI)
         if self.hessian is not None:
             self.hessian.addmm_(x_NI.mT, x_NI)
 
     def divide(self, scale_I: torch.Tensor) -> None:
         """As if every input had been divided by `scale_I`."""
-        self.low, self.high, self.total = self.low / scale_I, self.high / scale_I, self.total / scale_I
-        self.signed, self.balanced = self.signed / scale_I, self.balanced / scale_I
+        for name in ("low", "high", "total", "signed", "balanced"):
+            value_I = getattr(self, name)
+            if value_I is not None:
+                setattr(self, name, value_I / scale_I)
         if self.hessian is not None:
             self.hessian.div_(scale_I[:, None]).div_(scale_I[None, :])
 
     def shift(self, center_I: torch.Tensor) -> None:
-        """As if every input had been `center_I` less."""
+        """As if every input had been `center_I` less; H moves by what `signed` says."""
         self.low, self.high = self.low - center_I, self.high - center_I
+        assert self.signed is not None
         if self.hessian is not None:
             about_I = self.signed - self.tokens * center_I / 2
             self.hessian.addr_(about_I, center_I, alpha=-1).addr_(center_I, about_I, alpha=-1)
         self.signed = self.signed - self.tokens * center_I
 
 
-def nothing_seen(width: int, *, hessian: bool = False) -> Seen:
-    """Before any text, of a product of `width` inputs."""
-    hessian_II = torch.zeros(width, width) if hessian else None
-    low_I, high_I, total_I, signed_I, balanced_I = torch.zeros(5, width)
-    return Seen(low_I, high_I, total_I, signed_I, balanced_I, torch.zeros(()), hessian=hessian_II)
+def nothing_seen(width: int, *, hessian: bool = False, sizes: bool = False, center: bool = False) -> Seen:
+    """Before any text, of a product of `width` inputs: its range, and on demand H, the sizes, what centers need."""
+    seen = Seen(*torch.zeros(2, width))
+    if hessian:
+        seen.hessian = torch.zeros(width, width)
+    if sizes:
+        seen.total = torch.zeros(width)
+    if center:
+        seen.signed, seen.balanced = torch.zeros(2, width)
+        seen.weight = torch.zeros(())
+    return seen
 
 
 @dataclass(slots=True)
