@@ -1,4 +1,4 @@
-# make demo: the whole pipeline on a real model.   make test: set up and test.   make matrix: every format on every GPU.   make check: lint and types.
+# make demo: the whole pipeline on a real model.   make test: set up and test.   make matrix: every format on every GPU, wide grids.   make check: lint and types.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -3,9 +3,9 @@
     python tests/bench/quantizer_accuracy.py --export EXPORT --work DIR [--blocks 22] [--case NAME ...] [--grid-free]
 
 EXPORT is a float32 export with a tokenizer. Rise: mean next-token NLL (nats) minus float32's, paired per
-block of 512 tokens; +- is its standard error. Weights are those of all layers, head and embedding in float,
-as peers are measured. `--grid-free` first rescales the channels between neighbouring layers by
-exp(U(-0.2, 0.2)), which changes no logit and takes weights that were stored in 4 bits off their grid.
+block of 512 tokens; +- is its standard error. Weights are those of all layers, head and embedding in float
+(but for `int8-head-gptq`), as peers are measured. `--grid-free` first rescales the channels between neighbouring
+layers by exp(U(-0.2, 0.2)), which changes no logit and takes weights that were stored in 4 bits off their grid.
 """
 
 import argparse
@@ -47,6 +47,7 @@ SEQUENTIAL = {"calibration": {"inputs": "quantized"}}
 CASES = {
     "int8-rtn": {"weights": INT8},
     "int8-gptq": {"weights": INT8 | GPTQ},
+    "int8-head-gptq": {"weights": INT8 | GPTQ | {"skip": []}},
     "token-rtn": {"weights": INT8, "activations": PER_TOKEN},
     "token-smooth": {"weights": INT8, "activations": PER_TOKEN} | smooth(0.5),
     "token-smooth-searched": {"weights": INT8, "activations": PER_TOKEN} | smooth("search"),
@@ -70,6 +71,7 @@ CASES = {
     "int4-awq-gptq": {"weights": INT4} | smooth(0.5, "awq"),
     "int4-rotated-gptq": {"weights": INT4} | ROTATED | SEQUENTIAL,
     "int4-64-rotated-gptq": {"weights": INT4 | {"group_size": 64}} | ROTATED | SEQUENTIAL,
+    "int4-32-centered-gptq": {"weights": INT4 | {"group_size": 32}, "activations": CENTERED} | ROTATED | SEQUENTIAL,
     "int4-centered-gptq": {"weights": INT4, "activations": CENTERED} | ROTATED | SEQUENTIAL,
     "int4-64-centered-gptq": {"weights": INT4 | {"group_size": 64}, "activations": CENTERED} | ROTATED | SEQUENTIAL,
     "kv-head": {"kv_cache": {"format": "int8"}},

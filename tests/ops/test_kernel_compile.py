@@ -24,14 +24,17 @@ CHOSEN = [
     (86, 64, "none", "float16", "plain"),
     (89, 128, "fp8_e4m3", "float16", "plain"),
     (90, 128, "none", "bfloat16", "plain"),
+    (80, 128, "int8_token", "float16", "plain"),
+]
+LARGE = [  # by `make matrix`: ten seconds each
     (90, 128, "fp8_e4m3", "bfloat16", "all"),
     (90, 256, "int8", "bfloat16", "all"),
     (100, 128, "int8", "float16", "plain"),
     (120, 64, "fp8_e4m3", "float16", "plain"),
-    (80, 128, "int8_token", "float16", "plain"),
     (90, 128, "int8_token", "bfloat16", "all"),
     (89, 64, "fp8_e4m3_token", "float16", "plain"),
 ]
+MATRIX = [pytest.param(*each, marks=pytest.mark.matrix) for each in LARGE]
 
 
 def local_accesses(cubin: bytes) -> int:
@@ -45,7 +48,7 @@ def local_accesses(cubin: bytes) -> int:
     return len(re.findall(r"\b(?:STL|LDL)\b", text))
 
 
-@pytest.mark.parametrize(("sm", "dim", "cache", "dtype", "variant"), CHOSEN)
+@pytest.mark.parametrize(("sm", "dim", "cache", "dtype", "variant"), [*CHOSEN, *MATRIX])
 def test_budget(sm: int, dim: int, cache: str, dtype: str, variant: str, tmp_path: Path) -> None:
     kernels = compile_kernels(spec_of(dim, cache, **VARIANTS[variant]), sm, dtype, cache_dir=tmp_path)
     assert [kernel.name for kernel in kernels] == list(ARGUMENTS)
