@@ -89,7 +89,7 @@ class Seen:
 
 def nothing_seen(width: int, *, hessian: bool = False, sizes: bool = False, center: bool = False) -> Seen:
     """Before any text, of a product of `width` inputs: its range, and on demand H, the sizes, what centers need."""
-    seen = Seen(*torch.zeros(2, width))
+    seen = Seen(torch.zeros(width), torch.zeros(width))
     if hessian:
         seen.hessian = torch.zeros(width, width)
     if sizes:
