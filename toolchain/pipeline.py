@@ -32,6 +32,11 @@ STAGES, PROOFS = ("export", "quantized", "engine"), ("parity", "bench")
 PROOF_FILES = tuple(f"{name}.{end}" for name in PROOFS for end in ("json", "html"))
 GENERATOR = {"generator": "dtool"}
 """In every JSON file of a proof, as PAGE_MARK is in its page: such a file may be written anew or removed."""
+UNMARKED = {
+    "parity.json": {"verdict", "rows", "facts", "notes", "divergence", "key"},
+    "bench.json": {"candidate", "stage", "engine", "eager", "speedup", "environment"},
+}
+"""The keys by which a proof is known that a version of dtool wrote before it marked its files."""
 OURS = (*STAGES, *PROOFS, "statistics")
 """First parts of the names a run writes, and of a folder that a user may give."""
 
@@ -189,8 +194,8 @@ def check_folder(out: Path) -> None:
         raise DtoolError(
             f"{out} holds what dtool did not write",
             expected="a new folder, or that of an earlier run",
-            found=name_list(sorted(foreign)),
-            fix="choose another folder",
+            found=name_list(sorted(foreign), 20),
+            fix="choose another folder, or move these away",
         )
     for name in STAGES:
         check_output(out / name, force=True)
@@ -206,7 +211,12 @@ def _is_proof(path: Path) -> bool:
         document = json.loads(path.read_bytes())
     except ValueError:
         return False
-    return isinstance(document, dict) and GENERATOR.items() <= document.items()
+    return isinstance(document, dict) and (is_marked(document) or UNMARKED[path.name] <= set(document))
+
+
+def is_marked(document: dict[str, Any]) -> bool:
+    """Whether the JSON of a proof is of the kind that this version writes."""
+    return GENERATOR.items() <= document.items()
 
 
 def reusable(folder: Path, key: str, report: Report) -> Artifact | None:
@@ -234,7 +244,7 @@ def _parity(
     path = out / "parity.json"
     if path.is_file():
         document = json.loads(path.read_text("utf-8"))
-        if document.get("key") == key and document["verdict"] == "passed":
+        if is_marked(document) and document.get("key") == key and document["verdict"] == "passed":
             report("parity: reused, it passed for these very files")
             return document, None
     report("parity: comparing with eager and with the exact quantized arithmetic")
@@ -264,18 +274,18 @@ def write_report(folder: Path, name: str, document: dict[str, Any], page: Page) 
 
 def summary_page(result: RunResult, recipe: Recipe) -> Page:
     """One table a newcomer understands: what was made, what it costs, how fast it is."""
+    from toolchain.parity.page import parity_title
+
     rows: list[tuple[str, str]] = []
     for name, artifact in result.artifacts.items():
         size = sum(entry.bytes for entry in artifact.manifest.files.values())
         rows.append((name, f"{size / 1e6:,.0f} MB in {artifact.path}"))
-    by_metric: dict[str, float] = {}
-    for row in result.parity["rows"]:
-        if row["reference"] == "eager" and isinstance(row["value"], int | float):
-            worst = min if row["metric"] == "top1_agreement" else max
-            by_metric[row["metric"]] = worst(by_metric.get(row["metric"], row["value"]), row["value"])
-    rows.append(("parity", f"{result.parity['verdict']}: the same model, up to"))
-    rows.append(("  distance", f"{by_metric.get('kl_mean', 0):.4f} nats of KL to fp32 torch (0 = equal)"))
-    rows.append(("  same top token", f"{100 * by_metric.get('top1_agreement', 0):.1f} % of positions"))
+    passed = result.parity["verdict"] == "passed"
+    rows.append(("parity", "passed: the same model, up to" if passed else "failed: a gate was missed, with"))
+    distance, same = _worst(result.parity, "kl_mean", max), _worst(result.parity, "top1_agreement", min)
+    nats = "no finite KL" if distance is None else f"{distance:.4f} nats of KL"
+    rows.append(("  distance", f"{nats} to fp32 torch (0 = equal)"))
+    rows.append(("  same top token", "unknown" if same is None else f"{100 * same:.1f} % of positions"))
     if result.bench is not None:
         engine, eager = result.bench["engine"], result.bench["eager"]
         ttft = engine["ttft_ms"]["p50"], eager["ttft_ms"]["p50"]
@@ -284,4 +294,11 @@ def summary_page(result: RunResult, recipe: Recipe) -> Page:
         rows.append(("decode", f"{rate[0]:,.1f} tokens/s (torch {rate[1]:,.1f}): {rate[0] / rate[1]:.1f} times"))
         peak = engine["peak_memory_bytes"], eager["peak_memory_bytes"]
         rows.append(("peak memory", f"{peak[0] / 1e6:,.0f} MB (torch {peak[1] / 1e6:,.0f} MB)"))
-    return Page(recipe.about, result.parity["verdict"], parts=(Table("", ("what", "result"), tuple(rows)),))
+    title, facts = parity_title(result.parity["facts"]), (("recipe", recipe.about),)
+    return Page(title, result.parity["verdict"], facts, (Table("", ("what", "result"), tuple(rows)),))
+
+
+def _worst(parity: dict[str, Any], metric: str, worst: Callable[[list[float]], float]) -> float | None:
+    """The worst of the phases against float32 torch; None where one is not finite, or none was run."""
+    values = [row["value"] for row in parity["rows"] if row["reference"] == "eager" and row["metric"] == metric]
+    return worst(values) if values and None not in values else None

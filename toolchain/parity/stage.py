@@ -24,7 +24,7 @@ from toolchain.parity.compare import SHORTEST, Batch, PhaseLogits, logits_at, pl
 from toolchain.parity.kv_contract import PHASE as KV_PHASE
 from toolchain.parity.kv_contract import check_kv_contract
 from toolchain.parity.metrics import LogitComparison, Row, gate_rows
-from toolchain.parity.page import parity_page
+from toolchain.parity.page import RUN_BY, parity_page
 from toolchain.recipe import Recipe, find_data
 from toolchain.recipe_sections import Gates
 from toolchain.report import Page
@@ -148,7 +148,7 @@ def run_parity(
     return ParityReport(
         verdict="failed" if failed else "passed",
         rows=tuple(rows),
-        facts=(("candidate", f"{artifact.manifest.stage}, run by {runner.name}"), ("references", names), *facts),
+        facts=(("candidate", f"{artifact.manifest.stage}{RUN_BY}{runner.name}"), ("references", names), *facts),
         notes=tuple(notes),
         divergence=divergence,
     )
