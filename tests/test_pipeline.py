@@ -1,11 +1,16 @@
 """What a run leaves in its folder: proofs of the engine that lies there, and of no other."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import make_recipe
 from tests.test_cli import RECIPE, call
 from toolchain import pipeline
+from toolchain.errors import DtoolError
+from toolchain.model.checkpoint import open_checkpoint
+from toolchain.pipeline import check_parity
 from toolchain.recipe import load_recipe
 from toolchain.report import Page
 
@@ -147,3 +152,36 @@ def test_a_distance_that_is_not_finite_is_not_shown_as_none(values, said):
     page = pipeline.summary_page(result, load_recipe("int8"))
     assert dict(page.parts[0].rows)["  distance"].startswith(said)
     assert page.title.endswith("with float32 torch")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("engine.kv_capacity=12", "engine.prompt_len={min=1, opt=8, max=12}"), "the cache of the recipe's engine"),
+        (("engine.prompt_len={min=1, opt=2, max=3}",), "takes too short prompts to prove"),
+        (("parity.blocks=100000",), "the text is too short"),
+    ],
+)
+def test_a_proof_that_cannot_be_made_is_refused_before_any_work(settings, said, run, tmp_path):
+    err = run("--no-bench", *(part for setting in settings for part in ("--set", setting)), code=1)
+    assert said in err
+    assert "expected:" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("sm", "refused"), [(89, True), (80, False)])
+def test_the_proof_is_checked_against_the_engine_only_where_it_runs(sm, refused, tiny_text, texts, monkeypatch):
+    """A GPU of the recipe's targets: the plans are proved, else the artifact they are built from."""
+    monkeypatch.setattr(pipeline, "installed_gpus", lambda: [SimpleNamespace(sm=sm)])
+    parity = {"data": str(texts["evaluation"]), "blocks": 4, "seq_len": 32, "fake_quant": {"layer_error_median": 0.1}}
+    sizes = {"batch": {"min": 2, "opt": 2, "max": 4}, "prompt_len": {"min": 1, "opt": 8, "max": 32}}
+    engine = {"backend": "tensorrt-rtx", "targets": ["sm89"], "kv_capacity": 64} | sizes
+    recipe, config = make_recipe(engine=engine, parity=parity), open_checkpoint(tiny_text, None).config
+    if not refused:
+        check_parity(tiny_text, recipe, config)
+        return
+    with pytest.raises(DtoolError, match="takes larger batches"):
+        check_parity(tiny_text, recipe, config)
+    whole = make_recipe(engine=engine, parity=parity | {"blocks": 3})
+    with pytest.raises(DtoolError, match="cannot be measured on a compiled engine"):
+        check_parity(tiny_text, whole, config)

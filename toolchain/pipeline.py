@@ -23,8 +23,9 @@ from toolchain.artifact import (
     write_atomic,
 )
 from toolchain.errors import DtoolError, GateFailed, name_list
+from toolchain.model.config import DecoderConfig
 from toolchain.processor import installed_gpus
-from toolchain.recipe import Recipe, find_data
+from toolchain.recipe import Recipe
 from toolchain.report import Page, Table, render_html
 
 Report = Callable[[str], None]
@@ -148,10 +149,14 @@ def run_pipeline(
 
 def runs_here(engine: Artifact) -> bool:
     """Whether this machine can run an engine: the embedded ones anywhere, others on a GPU they are for."""
-    target = engine.manifest.target
-    if target["backend"] == "onnxruntime":
+    return _runs_here(engine.manifest.target["backend"], engine.manifest.target["targets"])
+
+
+def _runs_here(backend: str, targets: Sequence[str]) -> bool:
+    """No targets: TensorRT takes the GPU that it finds."""
+    if backend == "onnxruntime":
         return True
-    return any(f"sm{gpu.sm}" in target["targets"] for gpu in installed_gpus())
+    return any(not targets or f"sm{gpu.sm}" in targets for gpu in installed_gpus())
 
 
 def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False) -> None:
@@ -166,18 +171,33 @@ def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False)
     check_recipe(recipe)
     checkpoint = open_checkpoint(model, recipe.context_len)
     plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
-    find_data(recipe.parity.data)
     check_scheme(None if checkpoint.foreign is None else checkpoint.foreign.scheme, recipe)
     if recipe.needs_calibration and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
         calibration_blocks(model, recipe, checkpoint.config)
     engine = recipe.engine
     check_sizes(engine, checkpoint.config)
+    check_parity(model, recipe, checkpoint.config)
     if bench:
         from toolchain.bench.latency import check_bench
         from toolchain.runners.runner import Limits
 
         limits = Limits(engine.batch.max, engine.prompt_len.max, engine.kv_capacity)
         check_bench("the recipe's engine", recipe.bench, limits, checkpoint.config.context_len)
+
+
+def check_parity(model: Path, recipe: Recipe, config: DecoderConfig) -> None:
+    """What the proof would refuse: of the engine where this machine will run it, else of what it is built from."""
+    from toolchain.parity.rows import fit_rows, held_out_ids, recipe_limits
+    from toolchain.parity.stage import layers_are_hidden
+    from toolchain.runners.runner import Limits
+
+    engine, parity = recipe.engine, recipe.parity
+    proves_engine = _runs_here(engine.backend, engine.targets)
+    limits = recipe_limits(engine) if proves_engine else Limits()
+    sizes = fit_rows("the recipe's engine", parity, limits, config.context_len)
+    if proves_engine and engine.backend != "onnxruntime" and parity.fake_quant.layer_error_median is not None:
+        raise layers_are_hidden(f"engine.backend {engine.backend}, which this machine runs")
+    held_out_ids(model, parity, sizes.seq_len, config)
 
 
 def check_folder(out: Path) -> None:

@@ -60,11 +60,13 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The ranges an engine was built for; None is unlimited."""
+    """The ranges an engine was built for; None is unlimited. `min_prompt`: of prefill, decode takes one token."""
 
     max_batch: int | None = None
     max_prompt: int | None = None
     capacity: int | None = None
+    min_batch: int = 1
+    min_prompt: int = 1
 
 
 def check_state(config: DecoderConfig, limits: Limits, batch: int, capacity: int) -> None:
