@@ -25,7 +25,7 @@ from toolchain.artifact import (
 from toolchain.errors import DtoolError, GateFailed, name_list
 from toolchain.model.config import DecoderConfig
 from toolchain.processor import installed_gpus
-from toolchain.recipe import Recipe
+from toolchain.recipe import Recipe, find_data
 from toolchain.report import Page, Table, render_html
 
 Report = Callable[[str], None]
@@ -171,6 +171,7 @@ def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False)
     check_recipe(recipe)
     checkpoint = open_checkpoint(model, recipe.context_len)
     plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
+    find_data(recipe.parity.data)
     check_scheme(None if checkpoint.foreign is None else checkpoint.foreign.scheme, recipe)
     if recipe.needs_calibration and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
         calibration_blocks(model, recipe, checkpoint.config)
