@@ -26,7 +26,9 @@ from toolchain.errors import DtoolError, GateFailed, name_list
 from toolchain.model.config import DecoderConfig
 from toolchain.processor import installed_gpus
 from toolchain.recipe import Recipe, find_data
+from toolchain.recipe_sections import Engine
 from toolchain.report import Page, Table, render_html
+from toolchain.runners.runner import Limits, recipe_limits
 
 Report = Callable[[str], None]
 STAGES, PROOFS = ("export", "quantized", "engine"), ("parity", "bench")
@@ -38,6 +40,7 @@ UNMARKED = {
     "bench.json": {"candidate", "stage", "engine", "eager", "speedup", "environment"},
 }
 """The keys by which a proof is known that a version of dtool wrote before it marked its files."""
+ENGINE = "the recipe's engine"
 OURS = (*STAGES, *PROOFS, "statistics")
 """First parts of the names a run writes, and of a folder that a user may give."""
 
@@ -180,23 +183,24 @@ def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False)
     check_parity(model, recipe, checkpoint.config)
     if bench:
         from toolchain.bench.latency import check_bench
-        from toolchain.runners.runner import Limits
 
-        limits = Limits(engine.batch.max, engine.prompt_len.max, engine.kv_capacity)
-        check_bench("the recipe's engine", recipe.bench, limits, checkpoint.config.context_len)
+        check_bench(ENGINE, recipe.bench, limits_here(engine), checkpoint.config.context_len)
+
+
+def limits_here(engine: Engine) -> Limits:
+    """Those of what will be proved and timed: the engine where this machine will run it, else what it is built from."""
+    return recipe_limits(engine) if _runs_here(engine.backend, engine.targets) else Limits()
 
 
 def check_parity(model: Path, recipe: Recipe, config: DecoderConfig) -> None:
-    """What the proof would refuse: of the engine where this machine will run it, else of what it is built from."""
-    from toolchain.parity.rows import fit_rows, held_out_ids, recipe_limits
+    """What the proof would refuse of what `run` will prove here."""
+    from toolchain.parity.rows import fit_rows, held_out_ids
     from toolchain.parity.stage import layers_are_hidden
-    from toolchain.runners.runner import Limits
 
     engine, parity = recipe.engine, recipe.parity
-    proves_engine = _runs_here(engine.backend, engine.targets)
-    limits = recipe_limits(engine) if proves_engine else Limits()
-    sizes = fit_rows("the recipe's engine", parity, limits, config.context_len)
-    if proves_engine and engine.backend != "onnxruntime" and parity.fake_quant.layer_error_median is not None:
+    sizes = fit_rows(ENGINE, parity, limits_here(engine), config.context_len)
+    plans = engine.backend != "onnxruntime" and _runs_here(engine.backend, engine.targets)
+    if plans and parity.fake_quant.layer_error_median is not None:
         raise layers_are_hidden(f"engine.backend {engine.backend}, which this machine runs")
     held_out_ids(model, parity, sizes.seq_len, config)
 

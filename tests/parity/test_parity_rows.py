@@ -11,9 +11,9 @@ from toolchain.artifact import open_artifact
 from toolchain.errors import DtoolError
 from toolchain.parity import stage
 from toolchain.parity.compare import plan_batches, run_phases
-from toolchain.parity.rows import Sizes, artifact_limits, fit_rows, recipe_limits
+from toolchain.parity.rows import Sizes, fit_rows
 from toolchain.recipe_sections import Parity
-from toolchain.runners.runner import KVState, Limits
+from toolchain.runners.runner import KVState, Limits, artifact_limits, recipe_limits
 
 
 def fit(limits, context_len=2048, **sizes):

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError, name_list
 from toolchain.model.config import DecoderConfig
 from toolchain.parity.compare import SHORTEST, decode_steps, row_lengths
 from toolchain.parity.kv_contract import CAPACITY
 from toolchain.recipe import find_data
-from toolchain.recipe_sections import Engine, Parity
+from toolchain.recipe_sections import Parity
 from toolchain.runners.runner import Limits
 from toolchain.text import has_tokenizer, load_tokenizer, read_texts, token_blocks
 
@@ -30,22 +29,6 @@ class Sizes:
     seq_len: int
     batch: int
     notes: tuple[str, ...]
-
-
-def artifact_limits(artifact: Artifact) -> Limits:
-    """The ranges that the runner of an artifact will hold it to."""
-    target, asked = artifact.manifest.target, artifact.manifest.recipe.get("engine", {})
-    largest = (target.get("max_batch"), target.get("max_prompt"), target.get("kv_capacity"))
-    if target.get("backend", "onnxruntime") == "onnxruntime":
-        return Limits(*largest)
-    return Limits(*largest, *(asked.get(key, {}).get("min", 1) for key in ("batch", "prompt_len")))
-
-
-def recipe_limits(engine: Engine) -> Limits:
-    """Those of the engine that a recipe asks for: a compiled one has smallest sizes too."""
-    batch, prompt = engine.batch, engine.prompt_len
-    least = (1, 1) if engine.backend == "onnxruntime" else (batch.min, prompt.min)
-    return Limits(batch.max, prompt.max, engine.kv_capacity, *least)
 
 
 def fit_rows(name: str, parity: Parity, limits: Limits, context_len: int) -> Sizes:

@@ -25,13 +25,13 @@ from toolchain.parity.kv_contract import PHASE as KV_PHASE
 from toolchain.parity.kv_contract import check_kv_contract
 from toolchain.parity.metrics import LogitComparison, Row, gate_rows
 from toolchain.parity.page import RUN_BY, parity_page
-from toolchain.parity.rows import NO_TOKENIZER, RANDOM, artifact_limits, fit_rows, held_out_ids, text_facts
+from toolchain.parity.rows import NO_TOKENIZER, RANDOM, fit_rows, held_out_ids, text_facts
 from toolchain.recipe import Recipe
 from toolchain.recipe_sections import Gates
 from toolchain.report import Page
 from toolchain.runners.eager import EagerRunner
 from toolchain.runners.open import eager_runner, fake_quant_runner, open_runner
-from toolchain.runners.runner import Runner
+from toolchain.runners.runner import Runner, artifact_limits
 
 Array = np.ndarray[Any, Any]
 Report = Callable[[str], None]
