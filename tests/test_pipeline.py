@@ -1,11 +1,17 @@
 """What a run leaves in its folder: proofs of the engine that lies there, and of no other."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import make_recipe
 from tests.test_cli import RECIPE, call
 from toolchain import pipeline
+from toolchain.errors import DtoolError
+from toolchain.model.checkpoint import open_checkpoint
+from toolchain.pipeline import check_parity
+from toolchain.recipe import load_recipe
 from toolchain.report import Page
 
 
@@ -97,3 +103,85 @@ def test_a_failed_gate_prints_the_document_as_a_passed_one(tiny_text, run, tmp_p
     assert found["parity"]["verdict"] == "failed"
     assert sorted(found["artifacts"]) == ["engine", "export", "quantized"]
     assert found["bench"] is None
+
+
+def test_proofs_of_a_version_that_did_not_mark_them_are_written_anew(run, tmp_path):
+    run()
+    out = tmp_path / "run"
+    parity = json.loads((out / "parity.json").read_text())
+    del parity["generator"]
+    (out / "parity.json").write_text(json.dumps(parity | {"rows": ["of another schema"]}))
+    bench = dict.fromkeys(("candidate", "stage", "engine", "eager", "speedup", "environment"))
+    (out / "bench.json").write_text(json.dumps(bench))
+    err = run()
+    assert "parity: reused" not in err
+    for name in ("parity.json", "bench.json"):
+        assert json.loads((out / name).read_text())["generator"] == "dtool"
+    assert isinstance(json.loads((out / "parity.json").read_text())["rows"][0], dict)
+
+
+def test_every_file_in_the_way_is_named(run, tmp_path):
+    names = [f"note{i}.txt" for i in range(7)]
+    (tmp_path / "run").mkdir()
+    for name in names:
+        (tmp_path / "run" / name).write_text("mine")
+    err = run("--no-bench", code=1)
+    assert f"found:    {', '.join(names)}\n" in err
+    assert "move these away" in err
+
+
+def test_the_verdict_is_of_what_was_compared_and_the_recipe_stands_beside_it(tiny_text, run, tmp_path):
+    recipe, out = tmp_path / "recipe.toml", tmp_path / "run"
+    options = (tiny_text, "-r", recipe, "-o", out, "--no-bench")
+    text = call("run", *options)[0]
+    compared = "Parity of the engine artifact (onnxruntime) with float32 torch and with its exact arithmetic in torch"
+    assert text.startswith(f"{compared}: PASSED\nrecipe  test\n")
+    assert "passed: the same model, up to" in text
+    text = call("run", *options, "--set", "parity.eager.kl_mean=1e-9", code=3)[0]
+    assert text.startswith(f"{compared}: FAILED\n")
+    assert "the same model" not in text
+
+
+@pytest.mark.parametrize(
+    ("values", "said"), [([0.1, None], "no finite KL to fp32 torch"), ([0.1, 0.2], "0.2000 nats"), ([], "no finite KL")]
+)
+def test_a_distance_that_is_not_finite_is_not_shown_as_none(values, said):
+    rows = [{"reference": "eager", "metric": "kl_mean", "value": value} for value in values]
+    facts = {"candidate": "engine, run by onnxruntime", "references": "eager"}
+    result = pipeline.RunResult({}, {"verdict": "failed", "rows": rows, "facts": facts}, None)
+    page = pipeline.summary_page(result, load_recipe("int8"))
+    assert dict(page.parts[0].rows)["  distance"].startswith(said)
+    assert page.title.endswith("with float32 torch")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("engine.kv_capacity=12", "engine.prompt_len={min=1, opt=8, max=12}"), "the cache of the recipe's engine"),
+        (("engine.prompt_len={min=1, opt=2, max=3}",), "takes too short prompts to prove"),
+        (("parity.blocks=100000",), "the text is too short"),
+    ],
+)
+def test_a_proof_that_cannot_be_made_is_refused_before_any_work(settings, said, run, tmp_path):
+    err = run("--no-bench", *(part for setting in settings for part in ("--set", setting)), code=1)
+    assert said in err
+    assert "expected:" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("sm", "refused"), [(89, True), (80, False)])
+def test_the_proof_is_checked_against_the_engine_only_where_it_runs(sm, refused, tiny_text, texts, monkeypatch):
+    """A GPU of the recipe's targets: the plans are proved, else the artifact they are built from."""
+    monkeypatch.setattr(pipeline, "installed_gpus", lambda: [SimpleNamespace(sm=sm)])
+    parity = {"data": str(texts["evaluation"]), "blocks": 4, "seq_len": 32, "fake_quant": {"layer_error_median": 0.1}}
+    sizes = {"batch": {"min": 2, "opt": 2, "max": 4}, "prompt_len": {"min": 1, "opt": 8, "max": 32}}
+    engine = {"backend": "tensorrt-rtx", "targets": ["sm89"], "kv_capacity": 64} | sizes
+    recipe, config = make_recipe(engine=engine, parity=parity), open_checkpoint(tiny_text, None).config
+    if not refused:
+        check_parity(tiny_text, recipe, config)
+        return
+    with pytest.raises(DtoolError, match="takes larger batches"):
+        check_parity(tiny_text, recipe, config)
+    whole = make_recipe(engine=engine, parity=parity | {"blocks": 3})
+    with pytest.raises(DtoolError, match="cannot be measured on a compiled engine"):
+        check_parity(tiny_text, whole, config)

@@ -317,7 +317,8 @@ def _swap_in(partial: Path, out: Path, *, replace: bool) -> None:
     if replace and out.exists():
         out.rename(old)
     if out.exists():
-        raise DtoolError(f"{out} appeared while it was being written", fix="choose another path")
+        found, fix = "something put there since", "choose another path"
+        raise DtoolError(f"{out} appeared while it was being written", expected="a free path", found=found, fix=fix)
     partial.rename(out)
     _sync_folder(out.parent)
     _remove(old)
@@ -356,7 +357,7 @@ def locked(out: Path) -> Iterator[None]:
                 raise BlockingIOError  # the holder removed the file between our open and our lock
         except (BlockingIOError, FileNotFoundError) as error:
             raise DtoolError(
-                f"{out} is locked", found="another dtool process is writing it", fix="wait for it to end"
+                f"{out} is locked", expected="one writer", found="another dtool process", fix="wait for it to end"
             ) from error
         try:
             yield

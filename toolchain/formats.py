@@ -66,7 +66,8 @@ COMPUTE_FORMATS = ("float32", "float16", "bfloat16")
 def format_named(name: str) -> Format:
     """The format called `name`. Raises DtoolError with the supported list."""
     if name not in FORMATS:
-        raise DtoolError(f"unknown number format {name!r}", fix=did_you_mean(name, FORMATS))
+        known, fix = f"one of: {', '.join(FORMATS)}", did_you_mean(name, FORMATS)
+        raise DtoolError(f"unknown number format {name!r}", expected=known, found=name, fix=fix)
     return FORMATS[name]
 
 

@@ -23,15 +23,24 @@ from toolchain.artifact import (
     write_atomic,
 )
 from toolchain.errors import DtoolError, GateFailed, name_list
+from toolchain.model.config import DecoderConfig
 from toolchain.processor import installed_gpus
 from toolchain.recipe import Recipe, find_data
+from toolchain.recipe_sections import Engine
 from toolchain.report import Page, Table, render_html
+from toolchain.runners.runner import Limits, recipe_limits
 
 Report = Callable[[str], None]
 STAGES, PROOFS = ("export", "quantized", "engine"), ("parity", "bench")
 PROOF_FILES = tuple(f"{name}.{end}" for name in PROOFS for end in ("json", "html"))
 GENERATOR = {"generator": "dtool"}
 """In every JSON file of a proof, as PAGE_MARK is in its page: such a file may be written anew or removed."""
+UNMARKED = {
+    "parity.json": {"verdict", "rows", "facts", "notes", "divergence", "key"},
+    "bench.json": {"candidate", "stage", "engine", "eager", "speedup", "environment"},
+}
+"""The keys by which a proof is known that a version of dtool wrote before it marked its files."""
+ENGINE = "the recipe's engine"
 OURS = (*STAGES, *PROOFS, "statistics")
 """First parts of the names a run writes, and of a folder that a user may give."""
 
@@ -143,10 +152,14 @@ def run_pipeline(
 
 def runs_here(engine: Artifact) -> bool:
     """Whether this machine can run an engine: the embedded ones anywhere, others on a GPU they are for."""
-    target = engine.manifest.target
-    if target["backend"] == "onnxruntime":
+    return _runs_here(engine.manifest.target["backend"], engine.manifest.target["targets"])
+
+
+def _runs_here(backend: str, targets: Sequence[str]) -> bool:
+    """No targets: TensorRT takes the GPU that it finds."""
+    if backend == "onnxruntime":
         return True
-    return any(f"sm{gpu.sm}" in target["targets"] for gpu in installed_gpus())
+    return any(not targets or f"sm{gpu.sm}" in targets for gpu in installed_gpus())
 
 
 def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False) -> None:
@@ -167,12 +180,29 @@ def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False)
         calibration_blocks(model, recipe, checkpoint.config)
     engine = recipe.engine
     check_sizes(engine, checkpoint.config)
+    check_parity(model, recipe, checkpoint.config)
     if bench:
         from toolchain.bench.latency import check_bench
-        from toolchain.runners.runner import Limits
 
-        limits = Limits(engine.batch.max, engine.prompt_len.max, engine.kv_capacity)
-        check_bench("the recipe's engine", recipe.bench, limits, checkpoint.config.context_len)
+        check_bench(ENGINE, recipe.bench, limits_here(engine), checkpoint.config.context_len)
+
+
+def limits_here(engine: Engine) -> Limits:
+    """Those of what will be proved and timed: the engine where this machine will run it, else what it is built from."""
+    return recipe_limits(engine) if _runs_here(engine.backend, engine.targets) else Limits()
+
+
+def check_parity(model: Path, recipe: Recipe, config: DecoderConfig) -> None:
+    """What the proof would refuse of what `run` will prove here."""
+    from toolchain.parity.rows import fit_rows, held_out_ids
+    from toolchain.parity.stage import layers_are_hidden
+
+    engine, parity = recipe.engine, recipe.parity
+    sizes = fit_rows(ENGINE, parity, limits_here(engine), config.context_len)
+    plans = engine.backend != "onnxruntime" and _runs_here(engine.backend, engine.targets)
+    if plans and parity.fake_quant.layer_error_median is not None:
+        raise layers_are_hidden(f"engine.backend {engine.backend}, which this machine runs")
+    held_out_ids(model, parity, sizes.seq_len, config)
 
 
 def check_folder(out: Path) -> None:
@@ -189,8 +219,8 @@ def check_folder(out: Path) -> None:
         raise DtoolError(
             f"{out} holds what dtool did not write",
             expected="a new folder, or that of an earlier run",
-            found=name_list(sorted(foreign)),
-            fix="choose another folder",
+            found=name_list(sorted(foreign), 20),
+            fix="choose another folder, or move these away",
         )
     for name in STAGES:
         check_output(out / name, force=True)
@@ -206,7 +236,12 @@ def _is_proof(path: Path) -> bool:
         document = json.loads(path.read_bytes())
     except ValueError:
         return False
-    return isinstance(document, dict) and GENERATOR.items() <= document.items()
+    return isinstance(document, dict) and (is_marked(document) or UNMARKED[path.name] <= set(document))
+
+
+def is_marked(document: dict[str, Any]) -> bool:
+    """Whether the JSON of a proof is of the kind that this version writes."""
+    return GENERATOR.items() <= document.items()
 
 
 def reusable(folder: Path, key: str, report: Report) -> Artifact | None:
@@ -234,7 +269,7 @@ def _parity(
     path = out / "parity.json"
     if path.is_file():
         document = json.loads(path.read_text("utf-8"))
-        if document.get("key") == key and document["verdict"] == "passed":
+        if is_marked(document) and document.get("key") == key and document["verdict"] == "passed":
             report("parity: reused, it passed for these very files")
             return document, None
     report("parity: comparing with eager and with the exact quantized arithmetic")
@@ -264,18 +299,18 @@ def write_report(folder: Path, name: str, document: dict[str, Any], page: Page) 
 
 def summary_page(result: RunResult, recipe: Recipe) -> Page:
     """One table a newcomer understands: what was made, what it costs, how fast it is."""
+    from toolchain.parity.page import parity_title
+
     rows: list[tuple[str, str]] = []
     for name, artifact in result.artifacts.items():
         size = sum(entry.bytes for entry in artifact.manifest.files.values())
         rows.append((name, f"{size / 1e6:,.0f} MB in {artifact.path}"))
-    by_metric: dict[str, float] = {}
-    for row in result.parity["rows"]:
-        if row["reference"] == "eager" and isinstance(row["value"], int | float):
-            worst = min if row["metric"] == "top1_agreement" else max
-            by_metric[row["metric"]] = worst(by_metric.get(row["metric"], row["value"]), row["value"])
-    rows.append(("parity", f"{result.parity['verdict']}: the same model, up to"))
-    rows.append(("  distance", f"{by_metric.get('kl_mean', 0):.4f} nats of KL to fp32 torch (0 = equal)"))
-    rows.append(("  same top token", f"{100 * by_metric.get('top1_agreement', 0):.1f} % of positions"))
+    passed = result.parity["verdict"] == "passed"
+    rows.append(("parity", "passed: the same model, up to" if passed else "failed: a gate was missed, with"))
+    distance, same = _worst(result.parity, "kl_mean", max), _worst(result.parity, "top1_agreement", min)
+    nats = "no finite KL" if distance is None else f"{distance:.4f} nats of KL"
+    rows.append(("  distance", f"{nats} to fp32 torch (0 = equal)"))
+    rows.append(("  same top token", "unknown" if same is None else f"{100 * same:.1f} % of positions"))
     if result.bench is not None:
         engine, eager = result.bench["engine"], result.bench["eager"]
         ttft = engine["ttft_ms"]["p50"], eager["ttft_ms"]["p50"]
@@ -284,4 +319,11 @@ def summary_page(result: RunResult, recipe: Recipe) -> Page:
         rows.append(("decode", f"{rate[0]:,.1f} tokens/s (torch {rate[1]:,.1f}): {rate[0] / rate[1]:.1f} times"))
         peak = engine["peak_memory_bytes"], eager["peak_memory_bytes"]
         rows.append(("peak memory", f"{peak[0] / 1e6:,.0f} MB (torch {peak[1] / 1e6:,.0f} MB)"))
-    return Page(recipe.about, result.parity["verdict"], parts=(Table("", ("what", "result"), tuple(rows)),))
+    title, facts = parity_title(result.parity["facts"]), (("recipe", recipe.about),)
+    return Page(title, result.parity["verdict"], facts, (Table("", ("what", "result"), tuple(rows)),))
+
+
+def _worst(parity: dict[str, Any], metric: str, worst: Callable[[list[float]], float]) -> float | None:
+    """The worst of the phases against float32 torch; None where one is not finite, or none was run."""
+    values = [row["value"] for row in parity["rows"] if row["reference"] == "eager" and row["metric"] == metric]
+    return worst(values) if values and None not in values else None

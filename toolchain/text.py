@@ -6,7 +6,6 @@ post-processor is read to learn what it adds and then never used.
 """
 
 import datetime as dt
-import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from toolchain.chat_template import compiled
 from toolchain.errors import DtoolError, name_list
 
 Array = np.ndarray[Any, Any]
@@ -68,7 +68,9 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise DtoolError("the text is not valid UTF-8", found=str(error), fix="give text in UTF-8") from error
+            raise DtoolError(
+                "the text is not valid UTF-8", expected="text in UTF-8", found=str(error), fix="save it as UTF-8"
+            ) from error
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def with_start(self, ids: list[int]) -> list[int]:
@@ -103,11 +105,12 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            template = _compiled(self.chat_template, now)
+            template = compiled(self.chat_template, now)
             return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
         except (TemplateError, TypeError) as error:
             raise DtoolError(
                 f"the chat template of {self.path} refused the messages",
+                expected="messages it can lay out",
                 found=str(error),
                 fix="check the roles and their order",
             ) from error
@@ -163,9 +166,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise DtoolError(f"{path} is not JSON", found=str(error), fix="copy the file again") from error
+        raise _damaged(f"{path} is not JSON", "{ ... }", str(error)) from error
     if not isinstance(document, dict):
-        raise DtoolError(f"{path} is no JSON object", found=type(document).__name__, fix="copy the file again")
+        raise _damaged(f"{path} is no JSON object", "{ ... }", type(document).__name__)
     return document
 
 
@@ -175,7 +178,11 @@ def _read_backend(path: Path) -> Any:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise DtoolError(f"{path} is not a tokenizer", found=str(error), fix="copy the file again") from error
+        raise _damaged(f"{path} is not a tokenizer", "a file of the tokenizers package", str(error)) from error
+
+
+def _damaged(problem: str, expected: str, found: str) -> DtoolError:
+    return DtoolError(problem, expected=expected, found=found, fix="copy the file again")
 
 
 def _special_tokens(document: Mapping[str, Any]) -> dict[str, str]:
@@ -197,6 +204,7 @@ def _token_id(home: Path, backend: Any, special: Mapping[str, str], name: str) -
         raise DtoolError(
             f"{home}: {name} {special[name]!r} is not in the vocabulary",
             expected=f"a token of {TOKENIZER}",
+            found=f"{backend.get_vocab_size()} tokens, not this one",
             fix="copy the tokenizer's files again, all from one model",
         )
     return int(token_id)
@@ -225,30 +233,6 @@ def _chat_template(home: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(template, list):  # several, by name
         template = {item["name"]: item["template"] for item in template}.get("default")
     return template if isinstance(template, str) else None
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(template: str, now: dt.datetime | None) -> Any:
-    """Jinja as the templates are written for: trimmed blocks, break and continue, no access to Python."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        return (now or dt.datetime.now().astimezone()).strftime(form)
-
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    helpers: dict[str, Callable[..., Any]] = {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    environment.globals.update(helpers)
-    environment.filters["tojson"] = tojson
-    return environment.from_string(template)
 
 
 def read_texts(path: Path, chat: Tokenizer | None = None) -> list[Passage]:

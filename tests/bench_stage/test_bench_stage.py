@@ -90,3 +90,26 @@ def test_the_page_renders_both_ways(bench_stubs):
 def test_a_missing_checkpoint_is_refused(tmp_path):
     with pytest.raises(DtoolError, match="needs the checkpoint"):
         stage.bench_artifact(tmp_path, make_recipe(), model=None)
+
+
+@pytest.mark.parametrize(
+    ("bench", "said"),
+    [
+        ({"batch": 5}, "bench.batch is 5\n  expected: at most 4"),
+        ({"batch": 1}, "bench.batch is 1\n  expected: at least 2"),
+        ({"batch": 2, "prompt_lens": (9, 3)}, "shortest of bench.prompt_lens is 3\n  expected: at least 4"),
+        ({"batch": 2, "prompt_lens": (17,)}, "longest of bench.prompt_lens is 17\n  expected: at most 16"),
+        ({"batch": 2, "prompt_lens": (9,), "new_tokens": 30}, "bench.new_tokens is 39\n  expected: at most 32"),
+    ],
+)
+def test_what_an_engine_cannot_run_is_refused_before_anything_is_loaded(bench, said, tmp_path, monkeypatch):
+    for name in ("open_runner", "eager_runner", "measure_bandwidth"):
+        monkeypatch.setattr(stage, name, None)
+    path = make_artifact(tmp_path / "candidate", tiny_config()).path
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["target"] = {"backend": "tensorrt", "max_batch": 4, "max_prompt": 16, "kv_capacity": 32}
+    manifest["recipe"] = {"engine": {"batch": {"min": 2}, "prompt_len": {"min": 4}}}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DtoolError) as error:
+        stage.bench_artifact(path, make_recipe(**bench), model=tmp_path)
+    assert said in str(error.value)

@@ -189,7 +189,9 @@ def test_a_tensor_of_no_parameter_is_named(copy, name):
 @pytest.mark.parametrize("value", [torch.ones(63), torch.ones(64, 1), torch.tensor(1.0)])
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(copy, value):
     edit_tensors(copy, lambda t: t | {NORM: value})
-    assert f"{NORM} {list(value.shape)} (expected [64])" in refusal(copy)
+    text = refusal(copy)
+    assert f"expected: {NORM} [64]\n" in text
+    assert f"found:    {NORM} {list(value.shape)}\n" in text
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn])

@@ -93,7 +93,8 @@ def test_document_is_strict_json(passing):
 def test_page_has_a_line_per_phase_and_per_promise(passing):
     page = passing[0].page()
     logits, gates, _layers, contract = page.parts
-    assert page.verdict == "passed"
+    title = "Parity of the export artifact (onnx) with float32 torch and with its exact arithmetic in torch"
+    assert (page.title, page.verdict) == (title, "passed")
     assert len(logits.rows) == 9
     assert all(len(row) == len(logits.columns) for row in logits.rows)
     assert len(contract.rows) == 6

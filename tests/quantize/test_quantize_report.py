@@ -48,7 +48,20 @@ def test_without_activations_the_weights_alone_are_told(exported, tmp_path):
     artifact = quantize_artifact(exported, recipe, tmp_path / "q", report=lambda _: None)
     page = quantization_page(quantization_document(artifact))
     assert all(row[4] is None for row in page.parts[-1].rows)
-    assert "none" in dict(page.facts)["smoothing"]
+    facts = dict(page.facts)
+    assert facts["weights"] == "format int8, granularity channel, algorithm rtn, clip amax"
+    assert (facts["activations"], facts["KV cache"]) == ("in float", "in float")
+    off = {"overrides", "means taken apart", "rotation", "smoothing", "bases and smoothing changed"}
+    assert not off & set(facts)
+
+
+def test_settings_in_use_are_told(document):
+    facts = dict(quantization_page(document).facts)
+    assert facts["weights"].startswith("format int4, algorithm gptq, clip ")
+    assert ", refinements " in facts["weights"]
+    assert facts["weights"].endswith("groups of 32 and 64")
+    assert facts["smoothing"] == "algorithm awq, alpha 0.5"
+    assert "bases and smoothing changed" in facts
 
 
 @pytest.mark.parametrize(
@@ -57,7 +70,12 @@ def test_without_activations_the_weights_alone_are_told(exported, tmp_path):
         ({}, "format int8, granularity head, scale amax"),
         (
             {"scale": "percentile", "percentile": 99.0},
-            "format int8, granularity head, percentile 99.0, scale percentile",
+            "format int8, granularity head, scale percentile, percentile 99.0",
+        ),
+        ({"granularity": "token"}, "format int8, granularity token"),
+        (
+            {"skip": ["model.layers.0.self_attn"]},
+            "format int8, granularity head, scale amax; in float: model.layers.0.self_attn",
         ),
     ],
 )

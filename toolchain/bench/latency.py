@@ -236,17 +236,19 @@ def check_bench(name: str, bench: Bench, limits: Limits, context_len: int) -> No
         )
     capacity = min(limits.capacity or context_len, context_len)
     bounds = (
-        ("bench.batch", bench.batch, limits.max_batch),
-        ("the longest of bench.prompt_lens", longest, limits.max_prompt),
-        ("the longest prompt and bench.new_tokens", longest + bench.new_tokens, capacity),
+        ("bench.batch", bench.batch, limits.min_batch, limits.max_batch),
+        ("the shortest of bench.prompt_lens", min(bench.prompt_lens), limits.min_prompt, None),
+        ("the longest of bench.prompt_lens", longest, 1, limits.max_prompt),
+        ("the longest prompt and bench.new_tokens", longest + bench.new_tokens, 1, capacity),
     )
-    for what, value, largest in bounds:
-        if largest is not None and value > largest:
+    for what, value, least, most in bounds:
+        if value < least or (most is not None and value > most):
+            few = value < least
             raise DtoolError(
                 f"{name} cannot run this bench: {what} is {value}",
-                expected=f"at most {largest}",
+                expected=f"at least {least}" if few else f"at most {most}",
                 found=str(value),
-                fix="ask for less with --set bench.…, or build an engine with a larger range",
+                fix=f"ask for {'more' if few else 'less'} with --set bench.…, or build an engine with a larger range",
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pydantic
 
 from toolchain.artifact import Artifact, open_artifact
-from toolchain.bench.latency import FORMULAS, CaseResult, FirstCall, Spread, compare_runners, prepare
+from toolchain.bench.latency import FORMULAS, CaseResult, FirstCall, Spread, check_bench, compare_runners, prepare
 from toolchain.bench.memory import (
     BANDWIDTH_METHOD,
     MBU_FORMULA,
@@ -25,11 +25,12 @@ from toolchain.bench.memory import (
     use_threads,
 )
 from toolchain.errors import DtoolError
+from toolchain.model.config import DecoderConfig
 from toolchain.recipe import Recipe
 from toolchain.recipe_sections import Bench
 from toolchain.report import Bars, Page, Table
 from toolchain.runners.open import eager_runner, open_runner
-from toolchain.runners.runner import Runner
+from toolchain.runners.runner import Runner, artifact_limits
 
 PACKAGES = ("dtool", "numpy", "onnxruntime", "onnxruntime-gpu", "tensorrt", "tensorrt-rtx", "torch")
 BUSY_LOAD = 0.5
@@ -114,7 +115,8 @@ def bench_artifact(
         )
     artifact = open_artifact(candidate)
     load_average = os.getloadavg()[0]
-    bench = recipe.bench
+    bench, config = recipe.bench, DecoderConfig.model_validate(artifact.json("decoder.json"))
+    check_bench(str(candidate), bench, artifact_limits(artifact), config.context_len)
     threads = use_threads(bench.threads)
     runners, load_ms = _open_both(candidate, model, bench.threads)
     device = getattr(runners["engine"], "torch_device", "cpu")

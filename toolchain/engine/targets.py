@@ -69,7 +69,9 @@ def targets_named(names: Iterable[str], backend: str) -> tuple[Target, ...]:
         )
     for name in names:
         if name not in TARGETS:
-            raise DtoolError(f"unknown target {name!r}", expected="an SM, as sm89", fix=did_you_mean(name, TARGETS))
+            raise DtoolError(
+                f"unknown target {name!r}", expected="an SM, as sm89", found=name, fix=did_you_mean(name, TARGETS)
+            )
         if backend not in TARGETS[name].backends:
             raise DtoolError(
                 f"{backend} cannot compile for {name} ({TARGETS[name].gpus})",

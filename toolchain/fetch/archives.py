@@ -34,8 +34,12 @@ def read_members(path: Path, names: Iterable[str]) -> dict[str, bytes]:
             fix="delete it and run the command again",
         ) from error
     if missing := sorted(wanted - set(found)):
+        names = _names(path)
         raise DtoolError(
-            f"{path.name} has no file {missing[0]}", expected=missing[0], fix=did_you_mean(missing[0], _names(path))
+            f"{path.name} has no file {missing[0]}",
+            expected=missing[0],
+            found=f"{len(names)} other files",
+            fix=did_you_mean(missing[0], names),
         )
     return found
 

@@ -73,6 +73,8 @@ def _run(archive: Archive, command: list[str], folder: Path) -> subprocess.Compl
     except subprocess.TimeoutExpired as error:
         raise DtoolError(
             f"{archive.filename} did not arrive in {DOWNLOAD_SECONDS} s",
+            expected="the whole archive by then",
+            found="a download still running",
             fix="check the network and run the command again",
         ) from error
 

@@ -158,8 +158,13 @@ def write_weights(gguf: Gguf, sources: dict[str, Source], path: Path) -> None:
         for name, source in sources.items():
             for values in _values(gguf, source):
                 stream.write(values.data)
-            if stream.tell() - start != header[name]["data_offsets"][1]:
-                raise DtoolError(f"{name} has another size than {gguf.path} says", fix=INSTEAD)
+            if (written := stream.tell() - start) != (end := header[name]["data_offsets"][1]):
+                raise DtoolError(
+                    f"{name} has another size than {gguf.path} says",
+                    expected=f"{end} bytes up to its end",
+                    found=str(written),
+                    fix=INSTEAD,
+                )
 
 
 def _values(gguf: Gguf, source: Source) -> Iterator["np.ndarray"]:

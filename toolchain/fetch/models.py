@@ -62,9 +62,12 @@ def fetch_model(name: str, out: Path, *, source: str = "auto", force: bool = Fal
     an `out` that exists, a failed download, or an archive that is not the pinned one.
     """
     if name not in MODELS:
-        raise DtoolError(f"no model is known as {name!r}", found=name, fix=did_you_mean(name, MODELS))
+        known, fix = f"one of: {', '.join(MODELS)}", did_you_mean(name, MODELS)
+        raise DtoolError(f"no model is known as {name!r}", expected=known, found=name, fix=fix)
     if source not in get_args(Source):
-        raise DtoolError(f"{source!r} is no source", found=source, fix=did_you_mean(source, get_args(Source)))
+        sources = get_args(Source)
+        known, fix = f"one of: {', '.join(sources)}", did_you_mean(source, sources)
+        raise DtoolError(f"{source!r} is no source", expected=known, found=source, fix=fix)
     model = MODELS[name]
     if not (force and _is_fetched(out)):
         check_output(out)

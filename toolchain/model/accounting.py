@@ -147,7 +147,8 @@ def make_setting(
     asked, weights, cache = cache is not None, weights or "float16", cache or "float16"
     for kind, name, known in (("weight", weights, tuple(WEIGHT_FORMATS)), ("cache", cache, CACHE_FORMATS)):
         if name not in known:
-            raise DtoolError(f"unknown {kind} format {name!r}", fix=did_you_mean(name, known))
+            expected, fix = f"one of: {', '.join(known)}", did_you_mean(name, known)
+            raise DtoolError(f"unknown {kind} format {name!r}", expected=expected, found=name, fix=fix)
     alike = (cache_format_named(cache),) * config.num_hidden_layers
     return Setting(context, batch, weights, alike if asked or not layer_caches else tuple(layer_caches))
 

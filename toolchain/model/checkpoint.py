@@ -121,7 +121,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DtoolError(f"{path} is not JSON", found=str(error), fix="download the file again") from error
+        fix = "download the file again"
+        raise DtoolError(f"{path} is not JSON", expected="{ ... }", found=str(error), fix=fix) from error
     if not isinstance(document, dict):
         raise DtoolError(
             f"{path} is not a JSON object",
@@ -168,7 +169,12 @@ def _read_tensors(folder: Path, notes: list[str]) -> dict[str, TensorEntry]:
 def _read_shards(folder: Path, index: str, read: Callable[[Path], dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
     weight_map = _read_json(folder / index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise DtoolError(f"{folder / index} has no weight_map of file names", fix="download the index again")
+        raise DtoolError(
+            f"{folder / index} has no weight_map of file names",
+            expected='"weight_map": {tensor: file, ...}',
+            found=repr(weight_map)[:80],
+            fix="download the index again",
+        )
     shards: dict[str, list[str]] = {}
     for name, shard in weight_map.items():
         shards.setdefault(shard, []).append(name)
@@ -231,11 +237,12 @@ def _match(
             found=name_list(turned),
             fix="give the checkpoint that was not quantized",
         )
-    wrong = [f"{n} {list(stored[n].shape)} (expected {list(s)})" for n, s in expected.items() if stored[n].shape != s]
+    wrong = [name for name, shape in expected.items() if stored[name].shape != shape]
     if wrong:
         raise DtoolError(
             "tensors have another shape than the config gives",
-            found=name_list(wrong),
+            expected=name_list(f"{name} {list(expected[name])}" for name in wrong),
+            found=name_list(f"{name} {list(stored[name].shape)}" for name in wrong),
             fix="check config.json against the weights; nothing was written",
         )
     coded = [f"{name} {stored[name].dtype}" for name in expected if stored[name].dtype not in COMPUTE_FORMATS]

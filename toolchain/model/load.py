@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from toolchain.artifact import Artifact
-from toolchain.errors import DtoolError
+from toolchain.errors import DtoolError, name_list
 from toolchain.formats import format_named
 from toolchain.model.caches import caches_of
 from toolchain.model.checkpoint import Parameter, open_checkpoint
@@ -99,7 +99,12 @@ def fill_parameters(
 def _refuse_meta(decoder: Decoder) -> None:
     unfilled = [name for name, p in decoder.named_parameters() if p.is_meta]
     if unfilled:
-        raise DtoolError("parameters are not filled", found=", ".join(unfilled[:5]), fix="make the artifact again")
+        raise DtoolError(
+            "parameters are not filled",
+            expected="every parameter in the weights",
+            found=f"none for {name_list(unfilled)}",
+            fix="make the artifact again",
+        )
 
 
 def _owner(decoder: nn.Module, name: str) -> tuple[nn.Module, str]:

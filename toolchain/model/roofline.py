@@ -91,7 +91,8 @@ def gpus_named(names: Iterable[str] = ()) -> tuple[Gpu, ...]:
     chosen: dict[str, None] = {}
     for name in names:
         if _key(name) not in known:
-            raise DtoolError(f"no figures for a GPU called {name!r}", fix=did_you_mean(name, tables))
+            known, fix = f"one of: {', '.join(tables)}", did_you_mean(name, tables)
+            raise DtoolError(f"no figures for a GPU called {name!r}", expected=known, found=name, fix=fix)
         chosen[known[_key(name)]] = None
     return tuple(Gpu(name=name, **tables[name]) for name in chosen or tables)
 

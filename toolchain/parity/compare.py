@@ -58,18 +58,28 @@ def plan_batches(blocks_NT: Array, batch: int) -> list[Batch]:
     batches = []
     for i in range(0, len(blocks_NT), batch):
         ids_BT = blocks_NT[i : i + batch].copy()
-        thirds = [LENGTH_THIRDS[b % len(LENGTH_THIRDS)] for b in range(len(ids_BT))]
-        lengths_B = np.array([max(SHORTEST, seq_len * n // 3) for n in thirds], np.int64)
+        lengths_B = row_lengths(len(ids_BT), seq_len)
         ids_BT[np.arange(seq_len) >= lengths_B[:, None]] = 0
         batches.append(Batch(ids_BT, lengths_B))
     return batches
 
 
-def run_phases(runner: Runner, batch: Batch, decode_steps: int) -> Iterator[PhaseLogits]:
+def row_lengths(rows: int, seq_len: int) -> Array:
+    """Valid tokens [B] of each row of a batch: the first is whole."""
+    thirds = (LENGTH_THIRDS[b % len(LENGTH_THIRDS)] for b in range(rows))
+    return np.array([max(SHORTEST, seq_len * n // 3) for n in thirds], np.int64)
+
+
+def decode_steps(lengths_B: Array, asked: int) -> int:
+    """How many tokens of every row are decoded one by one: some of the shortest go through prefill."""
+    return min(asked, int(lengths_B.min()) - 1)
+
+
+def run_phases(runner: Runner, batch: Batch, steps: int) -> Iterator[PhaseLogits]:
     """The logits of each of MODEL_PHASES in turn, so that several models can be walked in step."""
     yield _run_chunks(runner, batch, "prefill", [np.zeros_like(batch.lengths), batch.lengths])
     yield _run_chunks(runner, batch, "chunked_prefill", chunk_bounds(batch.lengths))
-    yield from _run_decode(runner, batch, decode_steps)
+    yield from _run_decode(runner, batch, decode_steps(batch.lengths, steps))
 
 
 def chunk_bounds(lengths_B: Array) -> list[Array]:
@@ -108,8 +118,7 @@ def _run_chunks(runner: Runner, batch: Batch, phase: str, bounds: Sequence[Array
     return PhaseLogits(phase, np.concatenate(logits), np.concatenate(rows), np.concatenate(positions))
 
 
-def _run_decode(runner: Runner, batch: Batch, decode_steps: int) -> Iterator[PhaseLogits]:
-    steps = min(decode_steps, int(batch.lengths.min()) - 1)
+def _run_decode(runner: Runner, batch: Batch, steps: int) -> Iterator[PhaseLogits]:
     prefix_B = batch.lengths - steps
     state = runner.new_state(len(batch.ids), int(batch.lengths.max()))
     rows_B, ones_B = np.arange(len(prefix_B)), np.ones_like(prefix_B)

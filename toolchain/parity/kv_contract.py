@@ -52,7 +52,7 @@ def check_kv_contract(runner: Runner, *, finite_slots: bool = False) -> list[Row
     where the engine takes one row only.
     """
     limits = getattr(runner, "limits", Limits())
-    rows = min(3, limits.max_batch or 3)
+    rows = max(min(3, limits.max_batch or 3), limits.min_batch)
     trial = _trial(runner, rows, min(5, limits.max_prompt or 5))
     clean = walk(runner, trial, _new_state(runner, trial))
     found: dict[str, tuple[float, str]] = {
@@ -145,6 +145,8 @@ def overflows_let_through(runner: Runner, trial: Trial) -> float:
     rows = len(trial.ids)
     state, missing = _new_state(runner, trial), 0
     chunk = int(trial.steps[0][0].max())
+    if chunk < getattr(runner, "limits", Limits()).min_prompt:
+        chunk = 1  # the engine takes no prompt as short as the cache is here: it is filled by decode alone
     while int(state.lengths[0]) < CAPACITY:
         new = chunk if int(state.lengths[0]) + chunk <= CAPACITY else 1
         past = int(state.lengths[0])

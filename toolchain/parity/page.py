@@ -1,6 +1,6 @@
 """The parity report as a page that needs no other reading."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from toolchain.parity.kv_contract import PHASE as KV_PHASE
 from toolchain.parity.layerwise import PHASE as LAYER_PHASE
@@ -26,6 +26,15 @@ LAYERS = (
     "layer adds, the median token of the worst layer and the worst token of all (where a code flipped)."
 )
 CONTRACT = "Bit for bit: what the cache must never do, whatever the model."
+REFERENCES = {"eager": "with float32 torch", "fake_quant": "with its exact arithmetic in torch"}
+RUN_BY = ", run by "
+
+
+def parity_title(facts: Mapping[str, str]) -> str:
+    """What was compared with what, from the facts of a report: the line that ends in the verdict."""
+    stage, _, runner = facts["candidate"].partition(RUN_BY)
+    others = [REFERENCES[name] for name in facts["references"].split(", ") if name in REFERENCES]
+    return f"Parity of the {stage} artifact ({runner}) {' and '.join(others) or 'with itself alone'}"
 
 
 def parity_page(
@@ -51,7 +60,7 @@ def parity_page(
     kept = tuple((r.metric.replace("_", " "), r.passed) for r in rows if r.phase == KV_PHASE)
     parts.append(Table("Cache contract", ("promise", "kept"), kept, CONTRACT))
     shown = (*facts, *(("note", note) for note in notes), *((("divergence", divergence),) if divergence else ()))
-    return Page("Parity", verdict, shown, tuple(parts))
+    return Page(parity_title(dict(facts)), verdict, shown, tuple(parts))
 
 
 def _phase_line(rows: Sequence[Row], reference: str, phase: str) -> tuple[Cell, ...]:

@@ -15,23 +15,23 @@ import numpy as np
 import pydantic
 
 from toolchain.artifact import Artifact, open_artifact
-from toolchain.errors import DtoolError, name_list
+from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES
 from toolchain.model.config import DecoderConfig
 from toolchain.numerics import logit_tolerance
 from toolchain.parity import layerwise
-from toolchain.parity.compare import SHORTEST, Batch, PhaseLogits, logits_at, plan_batches, run_phases
+from toolchain.parity.compare import Batch, PhaseLogits, logits_at, plan_batches, run_phases
 from toolchain.parity.kv_contract import PHASE as KV_PHASE
 from toolchain.parity.kv_contract import check_kv_contract
 from toolchain.parity.metrics import LogitComparison, Row, gate_rows
-from toolchain.parity.page import parity_page
-from toolchain.recipe import Recipe, find_data
+from toolchain.parity.page import RUN_BY, parity_page
+from toolchain.parity.rows import NO_TOKENIZER, RANDOM, fit_rows, held_out_ids, text_facts
+from toolchain.recipe import Recipe
 from toolchain.recipe_sections import Gates
 from toolchain.report import Page
 from toolchain.runners.eager import EagerRunner
 from toolchain.runners.open import eager_runner, fake_quant_runner, open_runner
-from toolchain.runners.runner import Limits, Runner
-from toolchain.text import has_tokenizer, load_tokenizer, read_texts, token_blocks
+from toolchain.runners.runner import Runner, artifact_limits
 
 Array = np.ndarray[Any, Any]
 Report = Callable[[str], None]
@@ -43,8 +43,6 @@ DECODE_DEPARTS = (
 )
 GATES_MET = "every gate of [parity] met"
 WAYS_OUT = "a loss that is the price of a format takes a finer one, or a wider gate in [parity]; else it is a fault"
-TEXT_SEED = 0
-FIRST_IDS = 8
 SHAPE_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -121,21 +119,22 @@ def run_parity(
     candidate's model, or when the text is missing or too short.
     """
     artifact = open_artifact(candidate, ("export", "quantize", "engine"))
-    _check_layer_gate(artifact, recipe)
+    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    _check_positions(candidate, config, recipe)
+    weights = candidate_source(artifact, source)
+    _check_references(artifact, recipe, model, weights)
+    sizes = fit_rows(str(candidate), recipe.parity, artifact_limits(artifact), config.context_len)
+    blocks, what = held_out_ids(candidate, recipe.parity, sizes.seq_len, config)
+    facts, notes = text_facts(blocks, what), [*sizes.notes, *([NO_TOKENIZER] if what == RANDOM else [])]
     runner = open_runner(candidate, threads=threads)
-    _check_positions(candidate, runner, recipe)
-    notes: list[str] = []
     device = getattr(runner, "torch_device", "cpu")
-    references = _references(artifact, recipe, notes, model=model, source=source, device=device)
+    references = _references(artifact, recipe, notes, model=model, weights=weights, device=device)
     for reference in references:
         _check_same_model(reference, runner)
-    blocks, facts = _text(artifact, runner, recipe, notes)
     self_gates = _self_gates(runner, recipe, notes)
-    for note in notes:
-        report(f"note: {note}")
-    for label, value in facts:
-        report(f"{label}: {value}")
-    batches = plan_batches(blocks, min(recipe.parity.batch, _limits(runner).max_batch or recipe.parity.batch))
+    for label, text in (*(("note", note) for note in notes), *facts):
+        report(f"{label}: {text}")
+    batches = plan_batches(blocks, sizes.batch)
     collected = _walk(runner, references, batches, recipe.parity.decode_steps, report)
     gates = {r.name: r.gates for r in references} | {SELF: self_gates}
     rows = _rows(artifact, runner, collected, gates)
@@ -148,7 +147,7 @@ def run_parity(
     return ParityReport(
         verdict="failed" if failed else "passed",
         rows=tuple(rows),
-        facts=(("candidate", f"{artifact.manifest.stage}, run by {runner.name}"), ("references", names), *facts),
+        facts=(("candidate", f"{artifact.manifest.stage}{RUN_BY}{runner.name}"), ("references", names), *facts),
         notes=tuple(notes),
         divergence=divergence,
     )
@@ -167,25 +166,27 @@ def _self_gates(runner: Runner, recipe: Recipe, notes: list[str]) -> Gates:
     return Gates()
 
 
-def _limits(runner: Runner) -> Limits:
-    return getattr(runner, "limits", Limits())
+def _check_references(artifact: Artifact, recipe: Recipe, model: Path | None, weights: Path | None) -> None:
+    """Refuse gates against a reference that cannot be had, before any model is loaded."""
+    if model is None and _gated(recipe.parity.eager):
+        raise _no_reference("eager", "the checkpoint", "give the checkpoint with --model")
+    if weights is None and _gated(recipe.parity.fake_quant):
+        raise _no_reference("fake_quant", "the artifact with weights", "give what the engine was built from")
+    layer_gate = recipe.parity.fake_quant.layer_error_median
+    if layer_gate is not None and not _has_graphs(artifact):
+        raise layers_are_hidden(f"plans by {artifact.manifest.target.get('backend')} in {artifact.path}")
 
 
 def _references(
-    artifact: Artifact, recipe: Recipe, notes: list[str], *, model: Path | None, source: Path | None, device: str
+    artifact: Artifact, recipe: Recipe, notes: list[str], *, model: Path | None, weights: Path | None, device: str
 ) -> list[_Reference]:
     gates = recipe.parity
     found = []
     if model is not None:
         context_len = DecoderConfig.model_validate(artifact.json("decoder.json")).context_len
         found.append(_Reference("eager", eager_runner(model, device, context_len), gates.eager))
-    elif _gated(gates.eager):
-        raise _no_reference("eager", "the checkpoint", "give the checkpoint with --model")
     else:
         notes.append("eager skipped: no checkpoint was given, and the recipe has no gate for it")
-    weights = candidate_source(artifact, source)
-    if weights is None and _gated(gates.fake_quant):
-        raise _no_reference("fake_quant", "the artifact with weights", "give what the engine was built from")
     if weights is None:
         notes.append("fake_quant skipped: an engine holds no weights by name, and no source was given")
     elif model is not None and not _gated(gates.fake_quant) and _is_plain(artifact):
@@ -235,12 +236,12 @@ def _no_reference(name: str, what: str, fix: str) -> DtoolError:
     )
 
 
-def _check_positions(candidate: Path, runner: Runner, recipe: Recipe) -> None:
-    if recipe.context_len not in (None, runner.config.context_len):
+def _check_positions(candidate: Path, config: DecoderConfig, recipe: Recipe) -> None:
+    if recipe.context_len not in (None, config.context_len):
         raise DtoolError(
             "the candidate serves other positions than the recipe asks for",
             expected=f"context_len {recipe.context_len}",
-            found=f"context_len {runner.config.context_len} in {candidate}",
+            found=f"context_len {config.context_len} in {candidate}",
             fix="leave --set context_len out, or export again with it",
         )
 
@@ -255,36 +256,6 @@ def _check_same_model(reference: _Reference, runner: Runner) -> None:
             found=", ".join(f"{n} {getattr(theirs, n)}" for n in other),
             fix="give the checkpoint the candidate was exported from",
         )
-
-
-def _text(
-    artifact: Artifact, runner: Runner, recipe: Recipe, notes: list[str]
-) -> tuple[Array, tuple[tuple[str, str], ...]]:
-    """Ids [blocks, seq_len] of the held-out text, and what to say about them."""
-    parity, limits = recipe.parity, _limits(runner)
-    bounds = (parity.seq_len, limits.max_prompt, limits.capacity, runner.config.context_len)
-    seq_len = min(bound for bound in bounds if bound is not None)
-    if seq_len < SHORTEST:
-        raise DtoolError(
-            "the engine takes too short prompts",
-            expected=f"at least {SHORTEST} tokens",
-            found=str(seq_len),
-            fix="build it with a longer engine.prompt_len.max and engine.kv_capacity",
-        )
-    if seq_len < parity.seq_len:
-        notes.append(f"rows are {seq_len} tokens, not {parity.seq_len}: the candidate takes no more")
-    if has_tokenizer(artifact.path):
-        tokenizer = load_tokenizer(artifact.path)
-        texts = read_texts(find_data(parity.data))
-        blocks = token_blocks(texts, tokenizer, blocks=parity.blocks, seq_len=seq_len, seed=TEXT_SEED)
-        what = f"{parity.data}: {name_list(sorted({t.kind for t in texts}))}"
-    else:
-        notes.append("the candidate has no tokenizer: random ids stand in for text, perplexity means nothing")
-        shape = (parity.blocks, seq_len)
-        blocks = np.random.default_rng(TEXT_SEED).integers(0, runner.config.vocab_size, shape, np.int64)
-        what = f"random ids, seed {TEXT_SEED}"
-    size = f"{parity.blocks} rows of up to {seq_len} tokens"
-    return blocks, (("text", what), ("size", size), ("first ids", " ".join(map(str, blocks[0, :FIRST_IDS]))))
 
 
 def _walk(
@@ -354,14 +325,14 @@ def _has_graphs(artifact: Artifact) -> bool:
     return GRAPH_FILES["evaluation"] in artifact.manifest.files
 
 
-def _check_layer_gate(artifact: Artifact, recipe: Recipe) -> None:
-    if recipe.parity.fake_quant.layer_error_median is not None and not _has_graphs(artifact):
-        raise DtoolError(
-            "parity.fake_quant.layer_error_median cannot be measured on a compiled engine",
-            expected="an artifact whose graphs can be looked into",
-            found=f"plans by {artifact.manifest.target.get('backend')} in {artifact.path}",
-            fix="remove the gate, or prove the artifact the engine was built from",
-        )
+def layers_are_hidden(found: str) -> DtoolError:
+    """Of a gate on layers where only compiled plans are run; `found`: what they are."""
+    return DtoolError(
+        "parity.fake_quant.layer_error_median cannot be measured on a compiled engine",
+        expected="an artifact whose graphs can be looked into",
+        found=found,
+        fix="remove the gate, or prove the artifact the engine was built from",
+    )
 
 
 def _divergence(artifact: Artifact, references: list[_Reference], rows: list[Row], report: Report) -> str:

@@ -222,8 +222,13 @@ def _nearest(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
 
 def _inverse_factor(hessian_II: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """The upper Cholesky factor of the inverse of a damped H, its channels in this order."""
-    if not bool(torch.isfinite(hessian_II).all()):
-        raise DtoolError("the calibration's second moments are not finite", fix="check the weights for inf or NaN")
+    if lost := int((~torch.isfinite(hessian_II)).sum()):
+        raise DtoolError(
+            "the calibration's second moments are not finite",
+            expected="finite sums over the text",
+            found=f"{lost} of {hessian_II.numel()} inf or NaN",
+            fix="check the weights for inf or NaN",
+        )
     damping = DAMPING
     fault, fault_above = torch.zeros(2, dtype=torch.int32)
     while damping <= MOST_DAMPING:

@@ -1,6 +1,7 @@
 """What a quantized artifact lost and where: `quantization.json` as a page."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from toolchain.artifact import Artifact
@@ -10,6 +11,7 @@ from toolchain.report import Bars, Page, Table
 from toolchain.tensor_file import read_header
 
 LAYERS = "model.layers."
+FLOAT = "in float"
 
 
 def quantization_document(artifact: Artifact) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def quantization_document(artifact: Artifact) -> dict[str, Any]:
 
 def quantization_page(document: dict[str, Any]) -> Page:
     """The report with the matrices that lost most first, and the loss layer by layer."""
-    recipe, rows = document["recipe"], document["matrices"]
+    rows = document["matrices"]
     seen = any(row["output_sqnr_db"] is not None for row in rows)
     key, what = ("output_sqnr_db", "outputs") if seen else ("weight_sqnr_db", "weights")
     ranked = sorted(rows, key=lambda row: math.inf if row[key] is None else row[key])
@@ -49,24 +51,31 @@ def quantization_page(document: dict[str, Any]) -> Page:
             layer = row["matrix"].split(".")[2]
             worst[layer] = min(worst.get(layer, math.inf), row[key])
     bars = Bars(f"worst matrix of each layer ({what})", "dB", tuple((f"layer {i}", db) for i, db in worst.items()))
-    left = ", ".join(document["not_quantized"]) or "nothing"
-    centered, overrides = document["centered"], recipe["overrides"]
-    facts = (
-        ("weights", _weights(recipe["weights"], rows)),
-        ("activations", _section(recipe["activations"])),
-        ("overrides", "; ".join(f"{', '.join(o['match'])}: {_override(o)}" for o in overrides) or "none"),
-        ("means taken apart", f"of {len(centered)} products" if centered else "none"),
-        ("rotation", ", ".join(name for name, on in recipe["rotation"].items() if on) or "none"),
-        ("smoothing", _section(recipe["smoothing"])),
-        ("KV cache", _section(recipe["kv_cache"])),
-        ("KV cache in float", ", ".join(recipe["kv_cache"]["skip"]) or "no layer of it"),
-        ("bits per parameter", f"{document['bits_per_parameter']:.2f}, scales included"),
-        ("left in float", left),
-        ("calibration text", _coverage(document["calibration"])),
-        ("warnings", "; ".join(document["warnings"]) or "none"),
-        ("bases and smoothing changed", f"{document['identity_error']:.1e} of a layer's output before rounding"),
-    )
+    facts = tuple(_facts(document))
     return Page("what quantization lost", facts=facts, parts=(bars, table) if worst else (table,))
+
+
+def _facts(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What was asked and found; parts of the recipe that are off have no line."""
+    recipe, centered = document["recipe"], document["centered"]
+    yield "weights", _weights(recipe["weights"], document["matrices"])
+    yield "activations", _activations(recipe["activations"])
+    if recipe["overrides"]:
+        yield "overrides", "; ".join(f"{', '.join(o['match'])}: {_override(o)}" for o in recipe["overrides"])
+    if centered:
+        yield "means taken apart", f"of {len(centered)} products"
+    rotated, smoothing = [name for name, on in recipe["rotation"].items() if on], _smoothing(recipe["smoothing"])
+    if rotated:
+        yield "rotation", ", ".join(rotated)
+    if smoothing:
+        yield "smoothing", smoothing
+    yield "KV cache", _kv_cache(recipe["kv_cache"])
+    yield "bits per parameter", f"{document['bits_per_parameter']:.2f}, scales included"
+    yield "left in float", ", ".join(document["not_quantized"]) or "nothing"
+    yield "calibration text", _coverage(document["calibration"])
+    yield "warnings", "; ".join(document["warnings"]) or "none"
+    if rotated or smoothing or recipe["activations"]["excess_channels"]:
+        yield "bases and smoothing changed", f"{document['identity_error']:.1e} of a layer's output before rounding"
 
 
 def _matrix_row(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -83,21 +92,42 @@ def _coverage(found: dict[str, Any] | None) -> str:
 
 
 def _weights(section: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The section in a line, with the group sizes that the matrices got."""
+    """The settings in use in a line, with the group sizes that the matrices got."""
+    if section["format"] == "none":
+        return FLOAT
+    settings = {"gptq": ("algorithm", "clip", "refinements"), "rtn": ("algorithm", "clip"), "stored": ("algorithm",)}
+    granularity = () if section["granularity"] == "group" else ("granularity",)
+    line = _settings(section, "format", *granularity, *settings[section["algorithm"]])
     groups = sorted({row["group_size"] for row in rows if row["group_size"]})
-    line = _section({key: value for key, value in section.items() if key != "group_size"})
     return f"{line}, groups of {' and '.join(map(str, groups))}" if groups else line
+
+
+def _activations(section: dict[str, Any]) -> str:
+    if section["format"] == "none":
+        return FLOAT
+    return _settings(section, "format", "granularity", *(("excess_channels",) if section["excess_channels"] else ()))
+
+
+def _smoothing(section: dict[str, Any]) -> str:
+    """Empty where nothing is smoothed."""
+    line = "" if section["algorithm"] == "none" else _settings(section, "algorithm", "alpha")
+    return ", ".join(filter(None, (line, "keys" if section["keys"] else "")))
+
+
+def _kv_cache(section: dict[str, Any]) -> str:
+    if section["format"] == "none":
+        return FLOAT
+    static = ("scale", "percentile") if section["scale"] == "percentile" else ("scale",)
+    line = _settings(section, "format", "granularity", *(() if section["granularity"] == "token" else static))
+    skipped = ", ".join(section["skip"])
+    return f"{line}; {FLOAT}: {skipped}" if skipped else line
+
+
+def _settings(section: dict[str, Any], *keys: str) -> str:
+    return ", ".join(f"{key} {section[key]}" for key in keys)
 
 
 def _override(override: dict[str, Any]) -> str:
     settings = {**override["weights"]}, {**override["activations"]}
     parts = (("weights", settings[0]), ("activations", settings[1]))
     return ", ".join(f"{name} {key} {value}" for name, part in parts for key, value in part.items())
-
-
-def _section(section: dict[str, Any]) -> str:
-    """One section of the recipe in a line; what is off is `none`."""
-    if section.get("format", section.get("algorithm")) == "none":
-        return "keys" if section.get("keys") else "none"
-    idle = {"skip"} if section.get("scale") == "percentile" else {"skip", "percentile"}
-    return ", ".join(f"{key} {value}" for key, value in section.items() if key not in idle)

@@ -163,7 +163,10 @@ class QuantizedStream:
             return static_scales(layer, self.job.recipe, self.job.plan, held_in)
         except ValueError as error:
             raise DtoolError(
-                f"layer {layer.index} cannot be calibrated", found=str(error), fix="check the weights for inf or NaN"
+                f"layer {layer.index} cannot be calibrated",
+                expected="finite values on the calibration text",
+                found=str(error),
+                fix="check the weights for inf or NaN",
             ) from error
 
     def _stored(
@@ -190,7 +193,8 @@ class QuantizedStream:
                 )
             )
         except ValueError as error:
-            raise DtoolError(f"{name} cannot be quantized", found=str(error), fix="check the checkpoint") from error
+            found, fix = str(error), "check the checkpoint"
+            raise DtoolError(f"{name} cannot be quantized", expected="finite weights", found=found, fix=fix) from error
         self.rows.append(describe_matrix(module, weights, group, value, rounded, watched, held_in))
         if job.recipe.calibration.inputs == "quantized":
             value.copy_(rounded.shown)  # the walk goes on with it

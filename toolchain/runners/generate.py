@@ -64,7 +64,7 @@ class Generation:
 
     def __iter__(self) -> Iterator[int]:
         if not self.prompt:
-            raise DtoolError("the prompt is empty", expected="at least one token", fix="give some text")
+            raise DtoolError("the prompt is empty", expected="at least one token", found="none", fix="give some text")
         state = self.runner.new_state(1, self.capacity)
         ids = np.array([self.prompt], np.int64)
         logits = self.runner.step(state, ids, np.array([ids.shape[1]], np.int64), "prefill")

@@ -17,7 +17,7 @@ from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, graph_io
 from toolchain.model.caches import CacheFormat, caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.processor import probe_integer_products
-from toolchain.runners.runner import Array, KVState, Limits, check_state, check_step
+from toolchain.runners.runner import Array, KVState, artifact_limits, check_state, check_step
 
 CACHES = ("float32", "float16", "int8", "fp8_e4m3")
 """Cache formats this backend computes with."""
@@ -47,7 +47,7 @@ class OnnxRunner:
                 found="16-bit sums of uint8 x int8 products",
                 fix="build the engine again on this machine: it then stores its weights in another form",
             )
-        self.limits = Limits(target.get("max_batch"), target.get("max_prompt"), target.get("kv_capacity"))
+        self.limits = artifact_limits(artifact)
         self.threads = threads
         self.sessions: dict[Phase, Any] = {}
         self.contracts: dict[Phase, GraphIO] = {}

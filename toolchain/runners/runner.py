@@ -10,9 +10,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
 from toolchain.graph_io import Phase
 from toolchain.model.config import DecoderConfig
+from toolchain.recipe_sections import Engine
 
 Array = np.ndarray[Any, Any]
 
@@ -60,11 +62,29 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The ranges an engine was built for; None is unlimited."""
+    """The ranges an engine was built for; None is unlimited. `min_prompt`: of prefill, decode takes one token."""
 
     max_batch: int | None = None
     max_prompt: int | None = None
     capacity: int | None = None
+    min_batch: int = 1
+    min_prompt: int = 1
+
+
+def artifact_limits(artifact: Artifact) -> Limits:
+    """The ranges that the runner of an artifact will hold it to."""
+    target, asked = artifact.manifest.target, artifact.manifest.recipe.get("engine", {})
+    largest = (target.get("max_batch"), target.get("max_prompt"), target.get("kv_capacity"))
+    if target.get("backend", "onnxruntime") == "onnxruntime":
+        return Limits(*largest)
+    return Limits(*largest, *(asked.get(key, {}).get("min", 1) for key in ("batch", "prompt_len")))
+
+
+def recipe_limits(engine: Engine) -> Limits:
+    """Those of the engine that a recipe asks for: a compiled one has smallest sizes too."""
+    batch, prompt = engine.batch, engine.prompt_len
+    least = (1, 1) if engine.backend == "onnxruntime" else (batch.min, prompt.min)
+    return Limits(batch.max, prompt.max, engine.kv_capacity, *least)
 
 
 def check_state(config: DecoderConfig, limits: Limits, batch: int, capacity: int) -> None:

@@ -20,7 +20,7 @@ Legend: B batch, T new tokens, K KV heads, C capacity, D head dim, V vocab.
 import mmap
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,8 @@ class TensorRTRunner:
             load_plugins(self.trt, artifact)
             self.runtime, self.engines = self._load_engines()
             self.phases, self.scratch = self._make_phases()
+            least = max(phase.batch[0] for phase in self.phases.values()), self.phases["prefill"].tokens[0]
+            self.limits = replace(self.limits, min_batch=least[0], min_prompt=least[1])
             self.buffers = self._make_buffers()
 
     @property

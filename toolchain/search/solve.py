@@ -23,6 +23,7 @@ from toolchain.search.units import Mix
 
 TIGHTER = 1 - 4e-6
 TRIES = 6
+SOLVE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +129,13 @@ def _program(
                 LinearConstraint(choice, 1, 1),
                 LinearConstraint(np.where(fits, extra, 0)[None] / scale, ub=slack / scale),
             ],
-            options={"mip_rel_gap": 0.0, "time_limit": 60.0},
+            options={"mip_rel_gap": 0.0, "time_limit": SOLVE_SECONDS},
         )
     if result.x is None:
         if result.status in (0, 2):
             return None
-        raise DtoolError("the integer program was not solved", found=str(result.message), fix="name fewer formats")
+        expected, found = f"an answer in {SOLVE_SECONDS:.0f} s", str(result.message)
+        raise DtoolError("the integer program was not solved", expected=expected, found=found, fix="name fewer formats")
     return {unit: fmt for (unit, fmt), taken in zip(pairs, result.x, strict=True) if taken > 0.5}
 
 

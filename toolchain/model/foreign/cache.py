@@ -58,9 +58,17 @@ def name_cache_scales(
             else:
                 lacking.append(places[0])
     if unknown := [name for name in taken if name not in used]:
-        raise DtoolError("scales of a cache belong to no layer", found=name_list(unknown), fix=INSTEAD)
+        expected = f"{len(found) + len(lacking)}, of the keys and values of each layer"
+        raise DtoolError(
+            "scales of a cache belong to no layer", expected=expected, found=name_list(unknown), fix=INSTEAD
+        )
     if not found:
         notes.append("the config names a format for the cache, but no scales of it are stored")
     elif lacking:
-        raise DtoolError("some layers have no scale for their cache", expected=name_list(lacking), fix=INSTEAD)
+        raise DtoolError(
+            "some layers have no scale for their cache",
+            expected=name_list(lacking),
+            found=f"{len(found)} of {len(found) + len(lacking)} scales",
+            fix=INSTEAD,
+        )
     return found

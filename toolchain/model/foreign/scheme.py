@@ -86,7 +86,8 @@ def read_scheme(document: Document, quant_file: Document | None, notes: list[str
 def _with_quant_file(block: Any, quant_file: Document | None) -> Document:
     """The block of config.json, completed by the separate file, whose keys are older."""
     if not isinstance(block, dict):
-        raise DtoolError("quantization_config is no object", found=repr(block)[:80], fix="mend config.json")
+        found, fix = repr(block)[:80], "mend config.json"
+        raise DtoolError("quantization_config is no object", expected="{ ... }", found=found, fix=fix)
     if quant_file is None:
         return block
     inner = quant_file.get("quantization")

@@ -74,7 +74,12 @@ def read_stored_scales(
     details = _details(foreign, matrices=len(weights), symmetric=_ZERO not in bent.values(), stored=not bent)
     for name, scale in (kept | cache).items():
         if not bool(torch.isfinite(scale).all()):
-            raise DtoolError(f"{name} of the checkpoint is inf or NaN", fix="download the checkpoint again")
+            raise DtoolError(
+                f"{name} of the checkpoint is inf or NaN",
+                expected="finite scales",
+                found=f"{int((~torch.isfinite(scale)).sum())} of {scale.numel()} that are not",
+                fix="download the checkpoint again",
+            )
     return CheckpointScales(kept | cache, details, tuple(notes))
 
 
@@ -94,7 +99,10 @@ def _input_scale(module: str, coded: list[CodedTensor], notes: list[str]) -> tor
     scales = [read_tensor(entry).float().reshape(-1) for entry in entries if entry is not None]
     if any(len(scale) != 1 for scale in scales):
         raise DtoolError(
-            f"the input of {module} has several static scales", expected="one for the whole tensor", fix=INSTEAD
+            f"the input of {module} has several static scales",
+            expected="one for the whole tensor",
+            found=" and ".join(str(len(scale)) for scale in scales),
+            fix=INSTEAD,
         )
     values = [float(scale) for scale in scales]
     if len(set(values)) > 1:
