@@ -102,9 +102,8 @@ class Recipe(Section, frozen=True):
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
-        self._stored_as_they_are((), self._together(())[0])
-        for i, override in enumerate(self.overrides):
-            self._stored_as_they_are((override,), self._together((override,), f"overrides.{i}")[0])
+        for at in ((), *((i,) for i in range(len(self.overrides)))):
+            self._stored_as_they_are(at, self._together(at)[0])
         if self.smoothing.keys and self.kv_cache.format == "none":
             raise misfit(
                 "smoothing.keys",
@@ -114,36 +113,45 @@ class Recipe(Section, frozen=True):
             )
         return self
 
-    def _together(self, overrides: Iterable[Override], place: str = "") -> tuple[Weights, Activations]:
-        """What `_with` gives. Raises Misfit, with keys under `place`, where it is no valid pair of sections."""
-        head = f"{place}." if place else ""
+    def _together(self, at: Sequence[int]) -> tuple[Weights, Activations]:
+        """What `_with` gives for the overrides at these places. Raises Misfit where it is no valid pair of sections."""
+        head = f"overrides.{at[-1]}." if at else ""  # where what is wrong can be set right
         try:
-            weights, activations = self._with(overrides)
+            weights, activations = self._with(self.overrides[i] for i in at)
         except pydantic.ValidationError as error:
-            raise Misfit(*faults_of(error, Weights, head + error.title.lower())) from error
+            section = error.title.lower()
+            said_at = lambda name: self._said_at(f"{section}.{name}", at)  # noqa: E731
+            raise Misfit(*faults_of(error, Weights, head + section, said_at)) from error
         if activations.format not in ("none", weights.format):
+            theirs, ours = (self._said_at(f"{section}.format", at) for section in ("weights", "activations"))
             raise misfit(
                 f"{head}activations.format",
-                expected="none, or weights.format: both sides of a product have one format",
-                found=f"{activations.format} with weights.format {weights.format}",
-                fix=f"set weights.format to {activations.format} too, or activations.format to none",
+                expected=f"none, or that of {theirs}: both sides of a product have one format",
+                found=f"{ours} {activations.format} with {theirs} {weights.format}",
+                fix=f"set {head}weights.format to {activations.format} too, or {head}activations.format to none",
             )
         return weights, activations
 
-    def _stored_as_they_are(self, override: tuple[Override, ...], weights: Weights) -> None:
+    def _said_at(self, key: str, at: Sequence[int]) -> str:
+        """The key that a matrix which the overrides at these places match has its `key` from."""
+        section, name = key.split(".")
+        said = [i for i in at if name in getattr(self.overrides[i], section)]
+        return f"overrides.{said[-1]}.{key}" if said else key
+
+    def _stored_as_they_are(self, at: tuple[int, ...], weights: Weights) -> None:
         changed = {
             f"smoothing.algorithm {self.smoothing.algorithm}": self.smoothing.algorithm != "none",
             "smoothing.keys": self.smoothing.keys,
             "a rotation": self.rotation.is_on,
-            "an override of weights": bool(override and override[0].weights),
-        }
+        } | {f"overrides.{i}.weights": bool(self.overrides[i].weights) for i in at}
         if "stored" in (self.weights.algorithm, weights.algorithm) and any(changed.values()):
             what = ", ".join(name for name, there in changed.items() if there)
+            key = self._said_at("weights.algorithm", at if weights.algorithm == "stored" else ())
             raise misfit(
-                "weights.algorithm",
+                key,
                 expected=f"other than stored with {what}: other weights have other codes",
                 found="stored",
-                fix=f"set it to rtn or gptq, or leave out {what}",
+                fix=f"set {key} to rtn or gptq, or leave out {what}",
             )
 
     def _with(self, overrides: Iterable[Override]) -> tuple[Weights, Activations]:
@@ -163,11 +171,14 @@ class Recipe(Section, frozen=True):
 
         Raises DtoolError where overrides that match it do not go together.
         """
-        matching = [o for o in self.overrides if any(fnmatch.fnmatchcase(name, p) for p in o.match)]
         try:
-            return self._together(matching)
+            return self._together(self.matching(name))
         except Misfit as error:  # each override alone is possible, but several match
             raise invalid_recipe(f"what the overrides together make of {name}", error.faults) from error
+
+    def matching(self, name: str) -> tuple[int, ...]:
+        """The places of the overrides that match the matrix `name`."""
+        return tuple(i for i, o in enumerate(self.overrides) if any(fnmatch.fnmatchcase(name, p) for p in o.match))
 
     @property
     def variants(self) -> tuple[tuple[Weights, Activations], ...]:
@@ -307,17 +318,26 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text
     *sections, last = key.strip().split(".")
-    table = document
-    for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
+    table: Any = document
+    for i, section in enumerate(sections):
+        table = table.setdefault(section, {}) if isinstance(table, dict) else table[int(section)]
+        place, following = ".".join(sections[: i + 1]), [*sections, last][i + 1]
+        if not isinstance(table, dict | list):
             raise DtoolError(
-                f"--set {key}: {section!r} is a value, not a section",
+                f"--set {key}: {place!r} is a value, not a section",
                 expected="section.key=value",
-                found=f"{section} = {shown(table)}",
-                fix=f"set {section} itself, or a key of another section",
+                found=f"{place} = {shown(table)}",
+                fix=f"set {place} itself, or a key of another section",
             )
-    table[last] = value
+        if isinstance(table, list) and following not in map(str, range(len(table))):
+            raise DtoolError(
+                f"--set {key}: {place!r} is a list, and {following!r} is no place in it",
+                expected=f"a number below {len(table)}, the first being 0" if table else "a list that is not empty",
+                found=following,
+                fix=f"name one of its places, or set {place} itself",
+            )
+    spot: Any = int(last) if isinstance(table, list) else last
+    table[spot] = value
 
 
 def _told(place: str, names: Sequence[str], where: str) -> list[str]:
