@@ -59,10 +59,7 @@ NEEDS: dict[str, tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...]] = {
         (("granularity", "skip"), "activations.format", CODES),
         (("center",), "weights.format", CODES),
     ),
-    "smoothing": (
-        (("algorithm", "alpha"), "weights.format", CODES),
-        (("alpha",), "smoothing.algorithm", ("smoothquant", "awq")),
-    ),
+    "smoothing": ((("alpha",), "smoothing.algorithm", ("smoothquant", "awq")),),
     "kv_cache": (
         (("granularity", "scale", "percentile", "skip"), "kv_cache.format", CODES),
         (("percentile",), "kv_cache.scale", ("percentile",)),
@@ -202,32 +199,37 @@ class Recipe(Section, frozen=True):
 
         `tried`: formats that a search may give to matrices, as `int4` or `int8:int8`; it reads calibration text too.
         """
-        searched, lines = tuple(tried), []
+        return [told(*found) for found in self.idle_settings(stages, tried)]
+
+    def idle_settings(
+        self, stages: Iterable[str], tried: Iterable[str] = ()
+    ) -> Iterator[tuple[str, Sequence[str], str]]:
+        """What `idle` tells: the place of settings, their names there, and where they do nothing."""
+        searched = tuple(tried)
         for section in (name for stage in stages for name in STAGE_SECTIONS[stage]):
-            for at, said in self._said(section):
-                place = section if at is None else f"overrides.{at}.{section}"
-                keys = [name for name, value in said.items() if value is not False and value not in ASK_NOTHING]
+            for at, said in self.said(section):
+                place, keys = section if at is None else f"overrides.{at}.{section}", list(said)
                 for names, needed, values in NEEDS.get(section, ()):
                     found = self._values(needed, at, searched)
                     idle = [name for name in names if name in keys and not set(found) & set(values)]
                     keys = [name for name in keys if name not in idle]
-                    lines += _told(place, idle, f"with {needed} {' or '.join(found)}")
-                if section == "calibration" and not (searched or (self.quantizes and self.needs_calibration)):
-                    lines += _told(place, keys, "where nothing is measured on text")
-                if section == "rotation" and not (searched or self.quantizes):
-                    lines += _told(place, keys, "where nothing is quantized")
-        return lines
+                    if idle:
+                        yield place, idle, f"with {needed} {' or '.join(found)}"
+                if section == "calibration" and not (searched or (self.quantizes and self.needs_calibration)) and keys:
+                    yield place, keys, "where nothing is measured on text"
+                if section in ("rotation", "smoothing") and not (searched or self.quantizes) and keys:
+                    yield place, keys, "where nothing is quantized"
 
-    def _said(self, section: str) -> Iterator[tuple[int | None, dict[str, Any]]]:
-        """What was set in a section, then in each override of it, with the override's place in the list."""
+    def said(self, section: str) -> Iterator[tuple[int | None, dict[str, Any]]]:
+        """What a section asks for, then each override of it, with its place in the list; defaults are left out."""
         own = getattr(self, section)
         if isinstance(own, Section):
             fields = type(own).model_fields
-            yield None, {name: getattr(own, name) for name in fields if name in own.model_fields_set}
+            yield None, _asking({name: getattr(own, name) for name in fields if name in own.model_fields_set})
         if section in ("weights", "activations"):
             for i, override in enumerate(self.overrides):  # a granularity of weights follows from the format there
                 said = getattr(override, section).items()
-                yield i, {name: value for name, value in said if (section, name) != ("weights", "granularity")}
+                yield i, _asking({key: value for key, value in said if (section, key) != ("weights", "granularity")})
 
     def _values(self, key: str, at: int | None, tried: Iterable[str]) -> list[str]:
         """What `key` may be for a matrix that the section alone rules, or the override at the place `at` too."""
@@ -340,7 +342,12 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     table[spot] = value
 
 
-def _told(place: str, names: Sequence[str], where: str) -> list[str]:
-    """The line that tells of idle settings, where there are any."""
+def told(place: str, names: Sequence[str], where: str) -> str:
+    """The line that tells of idle settings at a place."""
     keys = ", ".join(f"{place}.{name}" for name in names)
-    return [f"{keys} {'does' if len(names) == 1 else 'do'} nothing {where}"] if names else []
+    return f"{keys} {'does' if len(names) == 1 else 'do'} nothing {where}"
+
+
+def _asking(said: dict[str, Any]) -> dict[str, Any]:
+    """Of what was said, what is not as asked where nothing is done."""
+    return {name: value for name, value in said.items() if value is not False and value not in ASK_NOTHING}

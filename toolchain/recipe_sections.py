@@ -44,7 +44,8 @@ class Weights(Section, frozen=True):
     @property
     def uses_hessian(self) -> bool:
         """Whether the second moments of the inputs are needed."""
-        return self.format != "none" and (self.algorithm == "gptq" or self.clip == "search")
+        searched = self.clip == "search" and self.granularity != "tensor"  # whose scale is of the largest weight
+        return self.format != "none" and (self.algorithm == "gptq" or searched)
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:

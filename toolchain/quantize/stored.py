@@ -115,12 +115,12 @@ def open_stored(exported: Artifact, recipe: Recipe, plan: QuantizePlan) -> Store
 
 def needs_calibration(recipe: Recipe, plan: QuantizePlan, config: DecoderConfig, stored: StoredScales | None) -> bool:
     """Whether a scale of the recipe, or a mean, is still to be measured."""
-    if stored is None or not recipe.needs_calibration:
-        return recipe.needs_calibration
+    if plan.uses_hessian or plan.centered or recipe.rotation.is_on or recipe.smoothing.is_on:
+        return True  # the last two are checked on text to be identities
     wanted = _input_names(plan)
     if recipe.kv_cache.is_static:
         wanted += _cache_names(config)
-    return bool(plan.centered) or not set(wanted) <= set(stored.static)
+    return not set(wanted) <= set(() if stored is None else stored.static)
 
 
 def check_scheme(scheme: Scheme | None, recipe: Recipe) -> None:
