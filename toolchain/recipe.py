@@ -224,8 +224,10 @@ class Recipe(Section, frozen=True):
         """What a section asks for, then each override of it, with its place in the list; defaults are left out."""
         own = getattr(self, section)
         if isinstance(own, Section):
-            fields = type(own).model_fields
-            yield None, _asking({name: getattr(own, name) for name in fields if name in own.model_fields_set})
+            own = {name: getattr(own, name) for name in type(own).model_fields if name in own.model_fields_set}
+            if own.get("granularity") == "group":  # which follows from the format, said or not
+                del own["granularity"]
+            yield None, _asking(own)
         if section in ("weights", "activations"):
             for i, override in enumerate(self.overrides):  # a granularity of weights follows from the format there
                 said = getattr(override, section).items()

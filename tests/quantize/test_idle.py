@@ -133,6 +133,24 @@ CASES = {
             f"weights.granularity does nothing {SKIPPED}, with weights.format int4",
         ],
     ),
+    "int4 whose granularity nobody said": (
+        CACHE | {"weights": {"format": "int4", "skip": ["*"]}},
+        [f"weights.format does nothing {SKIPPED}"],
+    ),
+    "a pattern with a format none that holds": (
+        {
+            "weights": INT8 | {"skip": []},
+            "activations": INT8 | {"skip": []},
+            "overrides": [
+                {
+                    "match": ["model.layers.0.*", "lm_head"],
+                    "weights": {"algorithm": "gptq"},
+                    "activations": {"format": "none"},
+                }
+            ],
+        },
+        [],
+    ),
     "told by the sections alone": ({"weights": INT8 | {"group_size": 64, "refinements": 3}}, []),
     "what asks for nothing": (
         {

@@ -42,7 +42,7 @@ def _by_section(recipe: Recipe, plan: QuantizePlan, calibrates: bool) -> Iterato
     """What was said for the model as a whole and does nothing, with the reason."""
     layers = any(in_a_layer(name) for name in plan.weights)
     caches = recipe.kv_cache.format != "none"
-    last = any(in_a_layer(name) and name.endswith(f".{PRODUCT}") for name in plan.weights)
+    last = any(map(_ends_a_feed_forward, plan.weights))
     unused = {
         "rotation.stream": None if layers else "for rounding: no matrix of a layer is quantized",
         "rotation.values": None if layers or caches else "for rounding: no matrix of a layer is quantized",
@@ -74,9 +74,9 @@ def _by_matrix(config: DecoderConfig, recipe: Recipe, plan: QuantizePlan) -> Ite
     for i in (i for i in range(len(recipe.overrides)) if i in working):
         for pattern in recipe.overrides[i].match:
             matched = [obstacles[name] for name in fnmatch.filter(obstacles, pattern)]
-            found = [why for of_matrix in matched for (at, _, _), why in of_matrix.items() if at == i]
-            if None not in found:
-                yield f"overrides.{i}", f"match {pattern!r}", _listed(found)
+            found = {why for of_matrix in matched for (at, _, _), why in of_matrix.items() if at == i}
+            if found == {_SKIPPED}:  # what else makes settings idle leaves a format none, which is no setting here
+                yield f"overrides.{i}", f"match {pattern!r}", _SKIPPED
 
 
 def _listed(obstacles: Iterable[str | None]) -> str:
@@ -128,25 +128,33 @@ def _unused(name: str, recipe: Recipe, plan: QuantizePlan) -> dict[str, str]:
             value = getattr(final[of], key)
             if value not in values:
                 found |= {f"{section}.{n}": f"with {needed} {value}" for n in names if f"{section}.{n}" not in found}
-    reasons = {
-        "weights.algorithm": _UNSEEN if weights.algorithm == "gptq" and not is_watched(name) else None,
-        "weights.refinements": None if is_watched(name) else _UNSEEN,
-        "weights.clip": None,
-        "activations.center": None if name in plan.centered else _NOT_CENTERED,
-        "activations.excess_channels": None
-        if in_a_layer(name) and name.endswith(f".{PRODUCT}")
-        else f"but at {PRODUCT}",
-    }
+    return _of_its_place(name, weights, activations, plan) | found
+
+
+def _of_its_place(name: str, weights: Weights, activations: Activations, plan: QuantizePlan) -> dict[str, str]:
+    """By key, what calibration and the graph do not do for a matrix of this place, or with one scale for a matrix."""
+    reasons: dict[str, str] = {}
+    if not is_watched(name):
+        unseen = ("algorithm", "refinements") if weights.algorithm == "gptq" else ("refinements",)
+        reasons |= {f"weights.{key}": _UNSEEN for key in unseen}
     if weights.granularity == "tensor":
-        searched = weights.clip == "search"
-        reasons["weights.clip"] = "with weights.granularity tensor" if searched else None
-        reasons["weights.refinements"] = "with weights.granularity tensor"
+        searched = ("clip", "refinements") if weights.clip == "search" else ("refinements",)
+        reasons |= {f"weights.{key}": "with weights.granularity tensor" for key in searched}
+    if name not in plan.centered:
+        reasons["activations.center"] = _NOT_CENTERED
+    if not _ends_a_feed_forward(name):
+        reasons["activations.excess_channels"] = f"but at {PRODUCT}"
     if activations.format != "none" and name not in plan.rounded:
         rounding = ("format", "granularity", "excess_channels")
-        reasons |= dict.fromkeys((f"activations.{key}" for key in rounding), _input_stays(name))
-    return {key: why for key, why in reasons.items() if why is not None} | found
+        reasons |= {f"activations.{key}": _input_stays(name) for key in rounding}
+    return reasons
 
 
+def _ends_a_feed_forward(name: str) -> bool:
+    return in_a_layer(name) and name.endswith(f".{PRODUCT}")
+
+
+_SKIPPED = "where weights.skip leaves matrices in float"
 _UNSEEN = "for the head, the embedding and experts, whose inputs are not seen"
 _NOT_CENTERED = "for the head, the embedding and experts, whose inputs are not centered"
 
@@ -155,11 +163,9 @@ def _input_stays(name: str) -> str:
     """Why the input of a product is not rounded although its settings say so."""
     if name == EMBEDDING:
         return f"for {EMBEDDING}, which reads no activations"
-    return (
-        "for experts, whose inputs stay in float"
-        if is_expert(name)
-        else "where activations.skip leaves inputs in float"
-    )
+    if is_expert(name):
+        return "for experts, whose inputs stay in float"
+    return "where activations.skip leaves inputs in float"
 
 
 def _left_out(name: str, weights: Weights, recipe: Recipe, plan: QuantizePlan) -> dict[str, str]:
@@ -170,5 +176,5 @@ def _left_out(name: str, weights: Weights, recipe: Recipe, plan: QuantizePlan) -
     if name in plan.weights or weights.format == "none":
         return {}
     skips = any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.weights.skip)
-    why = "where weights.skip leaves matrices in float" if skips else "where the tied matrix stays in float"
+    why = _SKIPPED if skips else "where the tied matrix stays in float"
     return dict.fromkeys((*fields, *(f"activations.{key}" for key in Activations.model_fields)), why)
