@@ -99,7 +99,7 @@ class Recipe(Section, frozen=True):
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
-        for at in ((), *((i,) for i in range(len(self.overrides)))):
+        for at in self.places:
             self._stored_as_they_are(at, self._together(at)[0])
         if self.smoothing.keys and self.kv_cache.format == "none":
             raise misfit(
@@ -117,10 +117,10 @@ class Recipe(Section, frozen=True):
             weights, activations = self._with(self.overrides[i] for i in at)
         except pydantic.ValidationError as error:
             section = error.title.lower()
-            said_at = lambda name: self._said_at(f"{section}.{name}", at)  # noqa: E731
+            said_at = lambda name: self.said_at(f"{section}.{name}", at)  # noqa: E731
             raise Misfit(*faults_of(error, Weights, head + section, said_at)) from error
         if activations.format not in ("none", weights.format):
-            theirs, ours = (self._said_at(f"{section}.format", at) for section in ("weights", "activations"))
+            theirs, ours = (self.said_at(f"{section}.format", at) for section in ("weights", "activations"))
             raise misfit(
                 f"{head}activations.format",
                 expected=f"none, or that of {theirs}: both sides of a product have one format",
@@ -129,7 +129,7 @@ class Recipe(Section, frozen=True):
             )
         return weights, activations
 
-    def _said_at(self, key: str, at: Sequence[int]) -> str:
+    def said_at(self, key: str, at: Sequence[int]) -> str:
         """The key that a matrix which the overrides at these places match has its `key` from."""
         section, name = key.split(".")
         said = [i for i in at if name in getattr(self.overrides[i], section)]
@@ -143,7 +143,7 @@ class Recipe(Section, frozen=True):
         } | {f"overrides.{i}.weights": bool(self.overrides[i].weights) for i in at}
         if "stored" in (self.weights.algorithm, weights.algorithm) and any(changed.values()):
             what = ", ".join(name for name, there in changed.items() if there)
-            key = self._said_at("weights.algorithm", at if weights.algorithm == "stored" else ())
+            key = self.said_at("weights.algorithm", at if weights.algorithm == "stored" else ())
             raise misfit(
                 key,
                 expected=f"other than stored with {what}: other weights have other codes",
@@ -180,7 +180,12 @@ class Recipe(Section, frozen=True):
     @property
     def variants(self) -> tuple[tuple[Weights, Activations], ...]:
         """The sections' own settings, then those of each override by itself."""
-        return (self._with(()), *(self._with((override,)) for override in self.overrides))
+        return tuple(self._with(self.overrides[i] for i in at) for at in self.places)
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Of each of the `variants`, the place of its override in the list."""
+        return ((), *((i,) for i in range(len(self.overrides))))
 
     @property
     def quantizes(self) -> bool:

@@ -239,6 +239,8 @@ def test_run_finds_what_its_engine_cannot_take_before_the_export(sections, said,
         (["kv_cache.format=fp8_e4m3"], ["backend onnxruntime cannot take kv_cache.format fp8_e4m3"]),
         (["engine.backend=tensorrt-rtx", 'engine.targets=["sm89"]', "compute_dtype=float16"],
          ["tensorrt-rtx with native attention cannot take kv_cache.format int8"]),
+        (['overrides=[{match=["*.mlp.*"], weights={format="int4"}}]'],
+         ["backend onnxruntime cannot take overrides.0.weights.format int4"]),
         ([], []),
     ],
 )  # fmt: skip

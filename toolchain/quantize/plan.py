@@ -70,8 +70,8 @@ def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     modules, kept_in_float = matrix_names(config)
     tied = config.tie_word_embeddings
     names = quantizable(config)
-    for override in recipe.overrides:
-        match_patterns("overrides.match", override.match, names)
+    for i, override in enumerate(recipe.overrides):
+        match_patterns(f"overrides.{i}.match", override.match, names)
     asked = {name: recipe.of_matrix(name) for name in names}
     left_out = match_patterns("weights.skip", recipe.weights.skip, names)
     skipped = left_out | {name for name, (weights, _) in asked.items() if weights.format == "none"}
