@@ -65,7 +65,7 @@ PATTERNS = {
     "weights.skip": {"weights": {"format": "int8", "skip": ["lm_haed"]}},
     "activations.skip": STATIC | {"activations": STATIC["activations"] | {"skip": ["model.layers.9.*"]}},
     "kv_cache.skip": {"kv_cache": {"format": "int8", "skip": ["model.layers.7.self_attn"]}},
-    "overrides.match": {
+    "overrides.0.match": {
         "weights": {"format": "int8"},
         "overrides": [{"match": ["*.mpl.*"], "weights": {"clip": "amax"}}],
     },
