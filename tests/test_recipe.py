@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from toolchain.errors import DtoolError
@@ -30,11 +32,11 @@ def test_every_recipe_in_the_folder_is_valid_and_names_no_model(name):
         ({"kv_cache": {"scale": "percentile", "percentile": float("nan")}}, ["kv_cache.percentile"]),
         (
             {"kv_cache": {"scale": "mse", "percentile": 99.0}},
-            ["kv_cache.percentile", "99.0 with scale mse", "set scale to percentile"],
+            ["kv_cache.percentile", "99.0 with kv_cache.scale mse", "set kv_cache.scale to percentile"],
         ),
         (
             {"kv_cache": {"format": "int8", "granularity": "token", "scale": "mse"}},
-            ["kv_cache.scale", "amax with granularity token", "mse", "granularity to head"],
+            ["kv_cache.scale", "amax with kv_cache.granularity token", "mse", "kv_cache.granularity to head"],
         ),
         ({"smoothing": {"keys": True}}, ["smoothing.keys", "a quantized cache", "kv_cache.format none"]),
         ({"smoothing": {"keys": "yes"}}, ["smoothing.keys"]),
@@ -91,16 +93,16 @@ FAULTS = {
     "a misfit in an override": (
         {"overrides": [{"match": ["*"], "weights": {"format": "int4", "granularity": "tensor"}}]},
         "overrides.0.weights.granularity",
-        "set granularity to group",
+        "set overrides.0.weights.granularity to group",
     ),
     "two sides": (STATIC | {"weights": {"format": "fp8_e4m3"}}, "activations.format", "weights.format to int8 too"),
     "two sides of an override": (
         STATIC | {"overrides": [{"match": [LONG], "weights": {"format": "fp8_e4m3"}}]},
         "overrides.0.activations.format",
-        "activations.format to none",
+        "overrides.0.activations.format to none",
     ),
     "an alpha": ({"smoothing": {"alpha": "serach"}}, "smoothing.alpha", "0.5"),
-    "alpha without algorithm": ({"smoothing": {"alpha": "search"}}, "smoothing.alpha", "set algorithm to"),
+    "alpha without algorithm": ({"smoothing": {"alpha": "search"}}, "smoothing.alpha", "set smoothing.algorithm to"),
     "groups": ({"weights": {"format": "int8", "granularity": "group"}}, "weights.granularity", "channel or tensor"),
     "stored and clipped": ({"weights": {"algorithm": "stored", "clip": "search"}}, "weights.clip", "clip to amax"),
     "stored and rotated": (
@@ -139,8 +141,8 @@ def test_several_faults_are_told_at_once_each_by_its_key():
 def test_overrides_that_do_not_go_together_are_refused_where_they_meet():
     fp8 = {"match": ["*.mlp.*"], "weights": {"format": "fp8_e4m3"}, "activations": {"format": "none"}}
     for second, key in (
-        ({"match": ["*"], "activations": {"format": "int8"}}, "activations.format"),
-        ({"match": ["*.down_proj"], "activations": {"excess_channels": 2}}, "activations.excess_channels"),
+        ({"match": ["*"], "activations": {"format": "int8"}}, "overrides.1.activations.format"),
+        ({"match": ["*.down_proj"], "activations": {"excess_channels": 2}}, "overrides.1.activations.excess_channels"),
     ):
         recipe = parse_recipe(GOOD | STATIC | {"overrides": [fp8, second]}, "mine.toml")
         assert recipe.of_matrix("model.layers.0.self_attn.o_proj")[0].format == "int8"
@@ -148,7 +150,43 @@ def test_overrides_that_do_not_go_together_are_refused_where_they_meet():
             recipe.of_matrix("model.layers.0.mlp.down_proj")
         assert key in failure.value.problem
         assert "model.layers.0.mlp.down_proj" in failure.value.problem
-        assert failure.value.fix
+        assert re.search(rf"or {re.escape(key)} to (none|0)$", failure.value.fix)
+        assert "overrides.0." in failure.value.found
+
+
+FP8 = {"match": ["*"], "activations": {"format": "fp8_e4m3"}}
+GROUPS = {"match": ["*"], "weights": {"format": "int4", "granularity": "channel"}}
+CLIPPED = {"format": "int8", "clip": "search"}
+STORED = {"match": ["*"], "weights": {"algorithm": "stored"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "override", "key", "found", "fix"),
+    [
+        ({}, FP8, "activations.format", "overrides.0.activations.format fp8_e4m3 with weights.format int8",
+         "set overrides.0.weights.format to fp8_e4m3 too, or overrides.0.activations.format to none"),
+        ({}, GROUPS, "weights.granularity", "overrides.0.weights.granularity channel",
+         "set overrides.0.weights.granularity to group, or overrides.0.weights.format to another"),
+        ({"weights": CLIPPED}, STORED, "weights.clip", "weights.clip search",
+         "set overrides.0.weights.clip to amax, or overrides.0.weights.algorithm to rtn or gptq"),
+        ({}, STORED, "weights.algorithm", "stored",
+         "set overrides.0.weights.algorithm to rtn or gptq, or leave out overrides.0.weights"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_an_override_names_keys_where_they_were_said_and_where_they_can_be_set(
+    change, override, key, found, fix
+):
+    with pytest.raises(DtoolError) as failure:
+        parse_recipe(GOOD | {"weights": {"format": "int8"}, "overrides": [override]} | change, "mine.toml")
+    error = failure.value
+    assert error.problem.endswith(f"recipe: overrides.0.{key}")
+    assert (error.found, error.fix) == (found, fix)
+
+
+def test_what_a_user_wrote_is_no_key_however_it_looks():
+    with pytest.raises(DtoolError) as failure:
+        parse_recipe(GOOD | {"smoothing": {"alpha": "a .format b"}}, "mine.toml")
+    assert failure.value.found == "'a .format b'"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -181,6 +219,9 @@ TEXT = "calibration.data, calibration.samples, calibration.seq_len do nothing wh
         ("int8", ["weights.format=none", "weights.algorithm=stored"],
          ["weights.granularity does nothing with weights.format none"]),
         ("fp32", ["rotation.stream=true"], ["rotation.stream does nothing where nothing is quantized"]),
+        ("int8", ["weights.format=none", "weights.granularity=channel", "smoothing.algorithm=awq"],
+         ["weights.granularity, weights.algorithm do nothing with weights.format none"]),
+        ("fp32", ["smoothing.algorithm=awq"], ["smoothing.algorithm does nothing where nothing is quantized"]),
         ("int8-rtx", ["engine.backend=onnxruntime"],
          ["engine.targets, engine.attention, engine.layout do nothing with engine.backend onnxruntime"]),
         ("fp16-rtx", ["engine.timing_cache=true"],
@@ -257,6 +298,21 @@ def test_set_overrides_values_and_creates_sections():
     assert recipe.weights.format == "int8"
     assert recipe.bench.prompt_lens == (8, 16)
     assert recipe.calibration.data == "my text.jsonl"
+
+
+def test_set_reaches_into_lists(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'schema_version = 1\nabout = "x"\n[weights]\nformat = "int8"\nskip = ["a", "b"]\n'
+        '[[overrides]]\nmatch = ["c"]\nweights.clip = "search"\n'
+    )
+    recipe = load_recipe(str(path), ["overrides.0.weights.format=int4", "weights.skip.1=d"])
+    assert recipe.overrides[0].weights == {"clip": "search", "format": "int4"}
+    assert recipe.weights.skip == ("a", "d")
+    for key, found in (("overrides.1.weights.format", "1"), ("overrides.x.match", "x"), ("weights.skip.2", "2")):
+        with pytest.raises(DtoolError, match="no place in it") as failure:
+            load_recipe(str(path), [f"{key}=int8"])
+        assert failure.value.found == found
 
 
 @pytest.mark.parametrize("override", ["weights.format", "compute_dtype.x=1", "weights.skpi=[]"])

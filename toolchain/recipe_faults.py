@@ -1,6 +1,7 @@
 """What is wrong with a recipe, key by key: what was expected, what was found, what to do."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -19,6 +20,8 @@ KINDS = {
 }
 """What pydantic's types of errors ask for, where its own words are a programmer's."""
 LONGEST = 80
+OWN_KEY = re.compile(r"(?<!\S)\.(\w+)")
+"""A key of the section whose validator speaks, as `.format`: only the recipe knows where the section lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +60,40 @@ def invalid_recipe(origin: str, faults: Sequence[Fault]) -> DtoolError:
     )
 
 
-def faults_of(error: pydantic.ValidationError, model: Any, prefix: str = "") -> Iterator[Fault]:
-    """The faults that pydantic found in a `model`, which lies under the key `prefix` of a recipe."""
+def faults_of(
+    error: pydantic.ValidationError, model: Any, prefix: str = "", said_at: Callable[[str], str] | None = None
+) -> Iterator[Fault]:
+    """The faults that pydantic found in a `model`, which lies under the key `prefix` of a recipe.
+
+    `said_at`: the full key that a key of the model has its value from, where that may lie elsewhere.
+    """
     for item in error.errors():
         key = _path(prefix, *item["loc"])
         misfit = item.get("ctx", {}).get("error")
         if isinstance(misfit, Misfit):
-            yield from (replace(fault, key=_path(key, fault.key)) for fault in misfit.faults)
+            yield from (_placed(fault, key, said_at) for fault in misfit.faults)
         elif item["type"] == "missing":
             yield Fault(key, "a value: it has no default", "none", f"add {key}")
         elif item["type"] == "extra_forbidden":
             yield unknown_key(key, _fields(model, item["loc"][:-1]))
         else:
             yield _wrong_value(key, item)
+
+
+def _placed(fault: Fault, section: str, said_at: Callable[[str], str] | None) -> Fault:
+    """The fault with full keys: those to be set lie in `section`, those that were found where they were said."""
+    if not fault.key:  # of one value: no other key has a part in it, and what a user wrote may look like one
+        return replace(fault, key=section)
+
+    def here(name: str) -> str:
+        return _path(section, name)
+
+    expected, found = (_in_full(text, said_at or here) for text in (fault.expected, fault.found))
+    return Fault(_path(section, fault.key), expected, found, _in_full(fault.fix, here))
+
+
+def _in_full(text: str, full_key: Callable[[str], str]) -> str:
+    return OWN_KEY.sub(lambda match: full_key(match[1]), text)
 
 
 def unknown_key(key: str, known: Iterable[str]) -> Fault:

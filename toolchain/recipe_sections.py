@@ -44,7 +44,8 @@ class Weights(Section, frozen=True):
     @property
     def uses_hessian(self) -> bool:
         """Whether the second moments of the inputs are needed."""
-        return self.format != "none" and (self.algorithm == "gptq" or self.clip == "search")
+        searched = self.clip == "search" and self.granularity != "tensor"  # whose scale is of the largest weight
+        return self.format != "none" and (self.algorithm == "gptq" or searched)
 
     @pydantic.model_validator(mode="after")
     def _possible(self) -> Self:
@@ -52,16 +53,16 @@ class Weights(Section, frozen=True):
             expected = "group" if self.format == "int4" else "channel or tensor"
             raise misfit(
                 "granularity",
-                expected=f"{expected} with format {self.format}: int4 is in groups, other formats are not",
-                found=self.granularity,
-                fix=f"set granularity to {expected}, or another format",
+                expected=f"{expected} with .format {self.format}: int4 is in groups, other formats are not",
+                found=f".granularity {self.granularity}",
+                fix=f"set .granularity to {expected}, or .format to another",
             )
         if self.algorithm == "stored" and self.clip != "amax":
             raise misfit(
                 "clip",
-                expected="amax with algorithm stored: the scales are the checkpoint's own",
-                found=self.clip,
-                fix="set clip to amax, or algorithm to rtn or gptq",
+                expected="amax with .algorithm stored: the scales are the checkpoint's own",
+                found=f".clip {self.clip}",
+                fix="set .clip to amax, or .algorithm to rtn or gptq",
             )
         return self
 
@@ -89,8 +90,9 @@ class Activations(Section, frozen=True):
             raise misfit(
                 "excess_channels",
                 expected="0, or static scales: a format, and granularity tensor",
-                found=f"{self.excess_channels} with format {self.format}, granularity {self.granularity}",
-                fix="set format and granularity to these, or excess_channels to 0",
+                found=f".excess_channels {self.excess_channels} with .format {self.format} and .granularity "
+                + self.granularity,
+                fix="set .format to a type and .granularity to tensor, or .excess_channels to 0",
             )
         return self
 
@@ -176,8 +178,8 @@ class Smoothing(Section, frozen=True):
             raise misfit(
                 "alpha",
                 expected="an algorithm to search it for",
-                found="algorithm none",
-                fix="set algorithm to smoothquant or awq, or alpha to a number",
+                found=".algorithm none",
+                fix="set .algorithm to smoothquant or awq, or .alpha to a number",
             )
         return self
 
@@ -207,14 +209,16 @@ class KVCache(Section, frozen=True):
         if self.granularity == "token" and self.scale != "amax":
             raise misfit(
                 "scale",
-                expected="amax with granularity token: a token's own scale is of its largest value",
+                expected="amax with .granularity token: a token's own scale is of its largest value",
                 found=self.scale,
-                fix="set scale to amax, or granularity to head",
+                fix="set .scale to amax, or .granularity to head",
             )
         if self.scale != "percentile" and self.percentile != type(self).model_fields["percentile"].default:
-            found = f"{self.percentile} with scale {self.scale}"
             raise misfit(
-                "percentile", expected="scale percentile", found=found, fix="set scale to percentile, or leave this out"
+                "percentile",
+                expected=".scale percentile",
+                found=f"{self.percentile} with .scale {self.scale}",
+                fix="set .scale to percentile, or leave .percentile out",
             )
         return self
 
@@ -298,9 +302,9 @@ class Engine(Section, frozen=True):
         if self.weight_streaming_budget_mb is not None and not self.weight_streaming:
             raise misfit(
                 "weight_streaming_budget_mb",
-                expected="weight_streaming true",
-                found="weight_streaming false",
-                fix="set weight_streaming to true, or leave the budget out",
+                expected=".weight_streaming true",
+                found=".weight_streaming false",
+                fix="set .weight_streaming to true, or leave the budget out",
             )
         return self
 

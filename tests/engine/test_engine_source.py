@@ -64,6 +64,7 @@ def test_what_does_nothing_need_not_agree(quantized, text_export, texts, tmp_pat
 
     check_source(quantized, recipe_of(texts))
     check_source(quantized, recipe_of(texts, smoothing={"alpha": 0.3}, activations={"skip": []}))
+    check_source(quantized, recipe_of(texts, weights={"group_size": 32, "refinements": 5}))
     moved = shutil.copy(texts["calibration"], tmp_path / "moved.jsonl")
     check_source(quantized, recipe_of(texts, calibration={"data": str(moved)}))
     idle = make_recipe(rotation={"stream": True}, smoothing={"algorithm": "awq"}, calibration={"samples": 3})

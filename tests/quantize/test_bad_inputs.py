@@ -65,7 +65,7 @@ PATTERNS = {
     "weights.skip": {"weights": {"format": "int8", "skip": ["lm_haed"]}},
     "activations.skip": STATIC | {"activations": STATIC["activations"] | {"skip": ["model.layers.9.*"]}},
     "kv_cache.skip": {"kv_cache": {"format": "int8", "skip": ["model.layers.7.self_attn"]}},
-    "overrides.match": {
+    "overrides.0.match": {
         "weights": {"format": "int8"},
         "overrides": [{"match": ["*.mpl.*"], "weights": {"clip": "amax"}}],
     },
@@ -239,6 +239,8 @@ def test_run_finds_what_its_engine_cannot_take_before_the_export(sections, said,
         (["kv_cache.format=fp8_e4m3"], ["backend onnxruntime cannot take kv_cache.format fp8_e4m3"]),
         (["engine.backend=tensorrt-rtx", 'engine.targets=["sm89"]', "compute_dtype=float16"],
          ["tensorrt-rtx with native attention cannot take kv_cache.format int8"]),
+        (['overrides=[{match=["*.mlp.*"], weights={format="int4"}}]'],
+         ["backend onnxruntime cannot take overrides.0.weights.format int4"]),
         ([], []),
     ],
 )  # fmt: skip

@@ -64,7 +64,7 @@ def test_mixed_graphs_compute_what_torch_does(exported, tmp_path):
 def test_overrides_that_cannot_be_are_refused(override, found, exported):
     if found is None:
         config = DecoderConfig.model_validate(open_artifact(exported).json("decoder.json"))
-        with pytest.raises(DtoolError, match="matches no matrix"):
+        with pytest.raises(DtoolError, match=r"overrides\.0\.match .* matches no matrix"):
             plan_quantization(config, make_recipe(weights={"format": "int8"}, overrides=[override]))
         return
     with pytest.raises(DtoolError, match=found):
@@ -91,12 +91,3 @@ def test_an_override_without_a_static_scale_drops_the_excess(changed, exported):
             activations=static,
             overrides=[{"match": ["*down_proj"], "activations": changed | {"excess_channels": 2}}],
         )
-
-
-def test_an_override_of_what_is_skipped_is_told(exported):
-    config = DecoderConfig.model_validate(open_artifact(exported).json("decoder.json"))
-    overrides = [{"match": ["lm_head"], "weights": {"format": "int4", "group_size": 32}}]
-    plan = plan_quantization(config, make_recipe(weights={"format": "int8"}, overrides=overrides))
-    assert any("an override names lm_head" in note for note in plan.notes)
-    plan = plan_quantization(config, make_recipe(weights={"format": "int8", "skip": []}, overrides=overrides))
-    assert not any("an override names" in note for note in plan.notes)

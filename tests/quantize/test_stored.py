@@ -221,6 +221,20 @@ def test_where_the_scales_of_a_cache_come_from_is_told(name, cache, told, export
     assert bool(told) == any(line.startswith("kv_cache") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("name", "activations", "told"),
+    [("int_static", "tensor", True), ("int_dynamic", "tensor", False), ("int_dynamic", "token", True)],
+)
+def test_text_that_is_not_read_beside_the_checkpoint_s_own_scales_is_told(name, activations, told, export):
+    ours, _, _, _ = export(name)
+    sections = {"activations": {"format": "int8", "granularity": activations}, "calibration": {"samples": 3, "seed": 1}}
+    lines = plan_job(ours, stored("int8", **sections)).notes
+    line = "calibration.samples, calibration.seed do nothing where nothing is measured on text"
+    by_sections = activations == "token"  # which tell it without the model
+    assert (line in lines) == (told and not by_sections)
+    assert (line in stored("int8", **sections).idle(["quantize"])) == by_sections
+
+
 def test_stored_groups_may_be_cut_where_a_matrix_needs_smaller_ones(export, tmp_path):
     ours, _, matrices, _ = export("gptq_channel")
     artifact = quantize_artifact(ours.path, stored(), tmp_path / "q", report=quiet)

@@ -133,3 +133,11 @@ def test_nothing_is_taken_off_inputs_whose_scale_is_stored(taken, export, tiny, 
     ):
         with pytest.raises(DtoolError, match=f"activations.{next(iter(taken))} cannot be with stored scales"):
             refuse()
+
+
+def test_an_override_that_takes_a_mean_off_inputs_whose_scale_is_stored_is_named(export, tmp_path):
+    ours, _, _, _ = export("int_static")
+    override = {"match": ["*.mlp.*"], "activations": {"format": "int8", "granularity": "tensor", "center": True}}
+    with pytest.raises(DtoolError, match=r"overrides\.0\.activations\.center cannot be with stored scales") as failure:
+        quantize_artifact(ours.path, stored("int8", overrides=[override]), tmp_path / "q", report=quiet)
+    assert "--set overrides.0.activations.granularity=token" in failure.value.fix

@@ -100,7 +100,7 @@ def test_a_budget_that_is_missed_ends_with_exit_3_and_the_nearest_recipe(half_ex
         (("--budget-kl", 0.1, "--formats", ""), 2, "name some, or leave --formats out"),
         (("--budget-kl", 0.1, "--formats", " , "), 2, "name some, or leave --formats out"),
         (("--budget-kl", 0.1, *FEW, "--text", "no/such.jsonl"), 1, "name your own text with --text"),
-        (("--budget-kl", 0.1, *FEW, "--text", ""), 1, "no text at ''"),
+        (("--budget-kl", 0.1, *FEW, "--text", ""), 2, "'--text': it is empty"),
         (("--budget-kl", 0.1, *FEW, "--blocks", 100_000), 1, "expected: 100000 blocks\n"),
         (("--budget-kl", 0.1, *FEW, "--blocks", 100_000), 1, "tokens after the 4 that calibration takes"),
         (("--budget-kl", 0.1, *FEW, "--blocks", 100_000), 1, "fewer --blocks"),

@@ -360,13 +360,19 @@ def _gpu_lost() -> str:
     return ""
 
 
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name something")
+    return Path(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line, by argparse: this must run where click is not."""
     parser = argparse.ArgumentParser(prog="python -m toolchain.bench.gpu_check", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there")
-    parser.add_argument("--plugin-library", type=Path, metavar="FILE", help="a library of `dtool build-plugin`")
-    parser.add_argument("--engine", type=Path, metavar="DIR", action="append", default=[], help="may be repeated")
+    parser.add_argument("--json", type=_path, metavar="FILE", help="write all results there")
+    parser.add_argument("--plugin-library", type=_path, metavar="FILE", help="a library of `dtool build-plugin`")
+    parser.add_argument("--engine", type=_path, metavar="DIR", action="append", default=[], help="may be repeated")
     parser.add_argument("--seconds", type=float, default=SECONDS, metavar="N", help="time budget (default 300)")
     options = parser.parse_args(arguments)
     return gpu_check(

@@ -100,8 +100,10 @@ def quantized_notes(recipe: Recipe) -> list[str]:
 
 def _asked_formats(recipe: Recipe) -> list[tuple[str, str]]:
     """The number formats a recipe asks for, each with its key."""
-    weights = dict.fromkeys(weights.format for weights, _ in recipe.variants)
-    asked = [("compute_dtype", recipe.compute_dtype), *(("weights.format", fmt) for fmt in weights)]
+    weights: dict[str, str] = {}  # by format: one line for each
+    for at, (settings, _) in zip(recipe.places, recipe.variants, strict=True):
+        weights.setdefault(settings.format, recipe.said_at("weights.format", at))
+    asked = [("compute_dtype", recipe.compute_dtype), *((key, fmt) for fmt, key in weights.items())]
     return [*asked, ("kv_cache.format", recipe.kv_cache.format)]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from toolchain.artifact import Artifact, hash_file
 from toolchain.errors import DtoolError
-from toolchain.recipe import STAGE_SECTIONS, Recipe, find_data
+from toolchain.recipe import NEEDS, STAGE_SECTIONS, Recipe, find_data
 
 QUANTIZED = STAGE_SECTIONS["quantize"]
 
@@ -47,19 +47,19 @@ def _differences(source: Artifact, recipe: Recipe, sections: Sequence[str]) -> I
 
 
 def _used(sections: Mapping[str, Any], *, mixed: bool) -> dict[str, Any]:
-    """The sections of the quantize stage without the keys that do nothing beside the others, or `mixed` overrides."""
+    """The sections of the quantize stage without the keys that do nothing beside the others: what NEEDS says of them.
+
+    With `mixed` overrides what the sections say of matrices rules none of them for sure, and stays.
+    """
     used = {name: dict(value) if isinstance(value, dict) else value for name, value in sections.items()}
-    cache, smoothing = used["kv_cache"], used["smoothing"]
-    if cache["format"] == "none":
-        used["kv_cache"] = {"format": "none"}
-    if used["weights"]["format"] == "none" and not mixed:
-        used["weights"] = used["activations"] = {"format": "none"}
-        if cache["format"] == "none":
-            used["rotation"] = used["smoothing"] = {}
-    elif used["activations"]["format"] == "none" and not mixed:
-        used["activations"] = {"format": "none", "center": used["activations"]["center"]}
-    if smoothing["algorithm"] == "none":
-        del smoothing["alpha"]
+    by_matrix = ("weights", "activations") if mixed else ()
+    for section in (name for name in used if name in NEEDS):
+        for names, needed, values in NEEDS[section]:
+            of, key = needed.split(".")
+            if of not in by_matrix and sections[of].get(key) not in values:
+                used[section] = {name: value for name, value in used[section].items() if name not in names}
+    if not by_matrix and sections["weights"]["format"] == sections["kv_cache"]["format"] == "none":
+        used["rotation"] = used["smoothing"] = {}
     return used
 
 

@@ -18,8 +18,8 @@ import torch
 from toolchain.model.positions import position_tables, rope_table_names
 from toolchain.quantize.job import Job
 from toolchain.quantize.layer import embedded_text, load_layer, run_layer
+from toolchain.quantize.plan import PRODUCT
 
-PRODUCT = "mlp.down_proj"
 LEAST_RATIO = 3.0
 """How far beyond all others the largest channel must reach before its excess is worth a second product."""
 

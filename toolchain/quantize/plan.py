@@ -11,6 +11,8 @@ from toolchain.recipe import Recipe
 from toolchain.recipe_sections import Activations, Weights
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+PRODUCT = "mlp.down_proj"
+"""The last product of a layer's dense feed-forward, by its name in the layer."""
 INT4_GROUPS = (128, 64, 32)
 """Group sizes that compilers take, largest first."""
 
@@ -34,7 +36,7 @@ class QuantizePlan:
     @property
     def uses_hessian(self) -> bool:
         """Whether some matrix is rounded with the second moments of its inputs."""
-        return any(weights.uses_hessian for weights in self.weights.values())
+        return any(weights.uses_hessian for name, weights in self.weights.items() if is_watched(name))
 
     @property
     def static(self) -> tuple[str, ...]:
@@ -42,19 +44,38 @@ class QuantizePlan:
         return tuple(name for name, activations in self.rounded.items() if activations.is_static)
 
 
+def in_a_layer(name: str) -> bool:
+    """Whether a matrix is of a layer: neither embedding nor head."""
+    return name.startswith("model.layers.")
+
+
+def is_expert(name: str) -> bool:
+    """Whether a matrix is of routed experts."""
+    return ".experts." in name
+
+
+def is_watched(name: str) -> bool:
+    """Whether calibration sees second moments of what a matrix reads: an expert's inputs depend on the routing."""
+    return in_a_layer(name) and not is_expert(name)
+
+
+def quantizable(config: DecoderConfig) -> list[str]:
+    """The matrices that a recipe may name; a tied head is one, for its input is."""
+    modules, _ = matrix_names(config)
+    return [*modules, HEAD] if config.tie_word_embeddings else modules
+
+
 def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     """The plan of a recipe for this model. Raises DtoolError for a pattern that matches nothing."""
     modules, kept_in_float = matrix_names(config)
     tied = config.tie_word_embeddings
-    names = [*modules, HEAD] if tied else modules
-    for override in recipe.overrides:
-        match_patterns("overrides.match", override.match, names)
+    names = quantizable(config)
+    for i, override in enumerate(recipe.overrides):
+        match_patterns(f"overrides.{i}.match", override.match, names)
     asked = {name: recipe.of_matrix(name) for name in names}
     left_out = match_patterns("weights.skip", recipe.weights.skip, names)
     skipped = left_out | {name for name, (weights, _) in asked.items() if weights.format == "none"}
     notes = []
-    named = {name for override in recipe.overrides if override.weights for name in override.match}
-    notes += [f"an override names {name}, which weights.skip leaves in float" for name in sorted(named & left_out)]
     if tied and (HEAD in skipped or EMBEDDING in skipped):
         if not {HEAD, EMBEDDING} <= skipped:
             notes.append(f"{HEAD} and {EMBEDDING} are one tied matrix: skipping one skips both")
@@ -71,9 +92,9 @@ def _rounded(
 ) -> dict[str, Activations]:
     """The products whose input is rounded; an expert's stays in float."""
     wanted = {name for name, (_, activations) in asked.items() if activations.format != "none"} - skipped
-    if any(".experts." in name for name in wanted):
+    if any(map(is_expert, wanted)):
         notes.append("the inputs of experts stay in float; their weights are quantized")
-    products = [name for name in asked if name != EMBEDDING and ".experts." not in name]
+    products = [name for name in asked if name != EMBEDDING and not is_expert(name)]
     kept = match_patterns("activations.skip", recipe.activations.skip, products) if wanted else set()
     return {name: asked[name][1] for name in products if name in wanted - kept}
 
@@ -82,9 +103,9 @@ def _centered(
     asked: dict[str, tuple[Weights, Activations]], weights: dict[str, Weights], notes: list[str]
 ) -> tuple[str, ...]:
     wanted = [name for name in weights if asked[name][1].center and name != EMBEDDING]
-    if any(".experts." in name for name in wanted):
+    if any(map(is_expert, wanted)):
         notes.append("the inputs of experts are not centered")
-    return tuple(name for name in wanted if name != HEAD and ".experts." not in name)
+    return tuple(filter(is_watched, wanted))
 
 
 def _int4_groups(config: DecoderConfig, weights: dict[str, Weights], notes: list[str]) -> dict[str, int]:

@@ -115,12 +115,12 @@ def open_stored(exported: Artifact, recipe: Recipe, plan: QuantizePlan) -> Store
 
 def needs_calibration(recipe: Recipe, plan: QuantizePlan, config: DecoderConfig, stored: StoredScales | None) -> bool:
     """Whether a scale of the recipe, or a mean, is still to be measured."""
-    if stored is None or not recipe.needs_calibration:
-        return recipe.needs_calibration
+    if plan.uses_hessian or plan.centered or recipe.rotation.is_on or recipe.smoothing.is_on:
+        return True  # the last two are checked on text to be identities
     wanted = _input_names(plan)
     if recipe.kv_cache.is_static:
         wanted += _cache_names(config)
-    return bool(plan.centered) or not set(wanted) <= set(stored.static)
+    return not set(wanted) <= set(() if stored is None else stored.static)
 
 
 def check_scheme(scheme: Scheme | None, recipe: Recipe) -> None:
@@ -136,15 +136,16 @@ def check_scheme(scheme: Scheme | None, recipe: Recipe) -> None:
 
 def _require_whole_inputs(stored: Sequence[str] | None, recipe: Recipe) -> None:
     """Refuse to take an excess or a mean off inputs whose scale is stored; `stored`: their format and granularity."""
-    for _, activations in recipe.variants:
+    for at, (_, activations) in zip(recipe.places, recipe.variants, strict=True):
         taken = {"excess_channels": activations.excess_channels, "center": activations.center}
-        asked = [f"activations.{name}" for name, there in taken.items() if there]
+        asked = [recipe.said_at(f"activations.{name}", at) for name, there in taken.items() if there]
         if asked and activations.is_static and stored and tuple(stored) == (activations.format, "tensor"):
             raise DtoolError(
                 f"{' and '.join(asked)} cannot be with stored scales of the inputs",
                 expected="inputs as the checkpoint's own scales were measured on: whole",
                 found=f"stored scales of {activations.format} inputs",
-                fix=f"leave {' and '.join(asked)} out, or --set activations.granularity=token measures anew each time",
+                fix=f"leave {' and '.join(asked)} out, or --set {recipe.said_at('activations.granularity', at)}=token "
+                "measures anew each time",
             )
 
 

@@ -1,0 +1,29 @@
+"""Types of arguments and options that name something: an empty one, as an unset variable gives, names nothing.
+
+As a path it would be the current folder, which nobody means by it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+class _NotEmpty(click.ParamType):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value as the type beside this one has it."""
+        if value == "":
+            self.fail("it is empty: name something, or '.' for the current folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class _NamedPath(_NotEmpty, click.Path):
+    pass
+
+
+class _Name(_NotEmpty, click.types.StringParamType):
+    pass
+
+
+FOLDER, NAME = _NamedPath(path_type=Path), _Name()
+"""A path; and what may be one, or a name of something else."""
