@@ -39,7 +39,8 @@ SELF, SELF_PHASE = "self", "self_consistency"
 DECODE_PHASES = {"decode", SELF_PHASE}
 DECODE_DEPARTS = (
     "no prefill missed a gate, only decode steps did: look at the decode graph and what it reads from the cache; "
-    "where sums depend on the tokens of a call (rotation, experts), gate parity.self_consistency by its kl_mean"
+    "where sums depend on the tokens of a call (rotation, experts, a cache with scales of tokens in ONNX Runtime), "
+    "gate parity.self_consistency by its kl_mean"
 )
 GATES_MET = "every gate of [parity] met"
 WAYS_OUT = "a loss that is the price of a format takes a finer one, or a wider gate in [parity]; else it is a fault"
