@@ -10,7 +10,7 @@ from toolchain.errors import DtoolError
 from toolchain.inspection import Question, _weight_format, inspect_path
 from toolchain.quantize.stage import quantize_artifact
 from toolchain.report import Roofline, render_html, render_text
-from toolchain.tensor_file import TensorEntry
+from toolchain.tensor_file import TensorEntry, read_header
 
 LLAMA_2_7B = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008,
@@ -116,6 +116,22 @@ def test_an_artifact_is_accounted_for_in_its_own_formats(exported):
     text = render_text(page)
     assert "past_key_values.0.key" in text
     assert "roofline" in text
+
+
+@pytest.mark.parametrize(
+    "weights", [{"format": "int8", "skip": []}, {"format": "int8"}, {"format": "int4", "group_size": 32}]
+)
+def test_the_account_of_a_quantized_artifact_is_of_the_bytes_it_stores(weights, exported, tmp_path):
+    artifact = quantize_artifact(exported, make_recipe(weights=weights), tmp_path / "q", report=lambda _: None)
+    costs = inspect_path(tmp_path / "q")[0]["accounting"]
+    stored = {name: entry.length for name, entry in read_header(artifact.file("weights.safetensors")).items()}
+    assert costs["served_weights_bytes"] == sum(stored.values())
+    table = sum(size for name, size in stored.items() if name.startswith("model.embed_tokens"))
+    row = table // BASE["vocab_size"]  # of the table a step reads one row, all else whole
+    assert costs["decode"]["weight_bytes"] == sum(stored.values()) - table + row
+    assert costs["notes"][-1].startswith("weights as they are stored")
+    asked = inspect_path(tmp_path / "q", Question(weights="float16"))[0]["accounting"]
+    assert asked["served_weights_bytes"] == asked["weights_bytes"]["float16"]
 
 
 def test_an_artifact_with_several_kinds_of_cache_is_accounted_for_layer_by_layer(exported, tmp_path):

@@ -143,14 +143,19 @@ def test_the_verdict_is_of_what_was_compared_and_the_recipe_stands_beside_it(tin
 
 
 @pytest.mark.parametrize(
-    ("values", "said"), [([0.1, None], "no finite KL to fp32 torch"), ([0.1, 0.2], "0.2000 nats"), ([], "no finite KL")]
+    ("values", "said"),
+    [
+        ({"prefill": 0.1, "decode": None}, "no finite KL to fp32 torch (0 = equal)"),
+        ({"decode": 0.1, "prefill_last": 0.2}, "0.2000 nats of KL to fp32 torch (0 = equal), in prefill last"),
+        ({}, "no finite KL to fp32 torch (0 = equal)"),
+    ],
 )
 def test_a_distance_that_is_not_finite_is_not_shown_as_none(values, said):
-    rows = [{"reference": "eager", "metric": "kl_mean", "value": value} for value in values]
+    rows = [{"reference": "eager", "metric": "kl_mean", "phase": p, "value": value} for p, value in values.items()]
     facts = {"candidate": "engine, run by onnxruntime", "references": "eager"}
     result = pipeline.RunResult({}, {"verdict": "failed", "rows": rows, "facts": facts}, None)
     page = pipeline.summary_page(result, load_recipe("int8"))
-    assert dict(page.parts[0].rows)["  distance"].startswith(said)
+    assert dict(page.parts[0].rows)["  distance"] == said
     assert page.title.endswith("with float32 torch")
 
 

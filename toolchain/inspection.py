@@ -12,7 +12,7 @@ from typing import Any
 from toolchain.artifact import MANIFEST, Artifact, open_artifact
 from toolchain.errors import DtoolError
 from toolchain.graph_io import graph_io
-from toolchain.model.accounting import WEIGHT_FORMATS, make_setting
+from toolchain.model.accounting import WEIGHT_FORMATS, make_setting, stored_bytes
 from toolchain.model.caches import CacheFormat, caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.model.roofline import account, gpus_named
@@ -36,11 +36,23 @@ class Question:
     cache: str | None = None
 
     def answer(
-        self, config: DecoderConfig, weights: str | None = None, caches: Sequence[CacheFormat] = ()
+        self,
+        config: DecoderConfig,
+        weights: str | None = None,
+        caches: Sequence[CacheFormat] = (),
+        stored: Mapping[str, TensorEntry] | None = None,
     ) -> dict[str, Any]:
-        """The account of a model, whose own formats stand in for those not asked for."""
-        weights = self.weights or weights
-        setting = make_setting(config, self.context, self.batch, weights, self.cache, layer_caches=caches)
+        """The account of a model, whose own formats and stored tensors stand in for a format not asked for."""
+        own = stored if stored and not self.weights else {}
+        setting = make_setting(
+            config,
+            self.context,
+            self.batch,
+            self.weights or weights,
+            self.cache,
+            layer_caches=caches,
+            stored=stored_bytes({name: entry.length for name, entry in own.items()}) if own else None,
+        )
         return account(config, setting, gpus_named(self.gpus))
 
 
@@ -140,7 +152,7 @@ def _inspect_artifact(artifact: Artifact, question: Question) -> tuple[dict[str,
     parts: tuple[Part, ...] = (_size_table(sizes),)
     caches = caches_of(manifest.kv_contract, config.num_hidden_layers)
     if question.weights or stored_format:  # engines hold their weights inside: their format must be asked for
-        costs = document["accounting"] = question.answer(config, stored_format, caches)
+        costs = document["accounting"] = question.answer(config, stored_format, caches, stored)
         facts, parts = (*facts, *cost_facts(costs)), (*parts, *cost_parts(costs))
     else:
         facts = (*facts, ("account", "none: the weights lie inside the engine; ask with --weights FORMAT"))
@@ -172,7 +184,7 @@ def cost_facts(costs: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     served = f"{setting['batch']} x {context:,} tokens"
     return (
         ("parameters", f"{total:,}" + (f", of which a token uses {active:,}" if active != total else "")),
-        ("weights", f"{si_text(costs['weights_bytes'][weights])}B in {weights}"),
+        ("weights", f"{si_text(costs['served_weights_bytes'])}B in {weights}"),
         ("KV cache per token", f"{costs['kv_cache_bytes_per_token'][cache]:,} bytes in {cache}"),
         ("KV cache", f"{si_text(costs['kv_cache_bytes'])}B for {served}"),
         ("prefill", f"{served}: {_work_text(costs['prefill'])}"),

@@ -309,9 +309,10 @@ def summary_page(result: RunResult, recipe: Recipe) -> Page:
     passed = result.parity["verdict"] == "passed"
     rows.append(("parity", "passed: the same model, up to" if passed else "failed: a gate was missed, with"))
     distance, same = _worst(result.parity, "kl_mean", max), _worst(result.parity, "top1_agreement", min)
-    nats = "no finite KL" if distance is None else f"{distance:.4f} nats of KL"
-    rows.append(("  distance", f"{nats} to fp32 torch (0 = equal)"))
-    rows.append(("  same top token", "unknown" if same is None else f"{100 * same:.1f} % of positions"))
+    nats, there = ("no finite KL", "") if distance is None else (f"{distance[0]:.4f} nats of KL", f", in {distance[1]}")
+    rows.append(("  distance", f"{nats} to fp32 torch (0 = equal){there}"))
+    share = "unknown" if same is None else f"{100 * same[0]:.1f} % of positions, in {same[1]}"
+    rows.append(("  same top token", share))
     if result.bench is not None:
         engine, eager = result.bench["engine"], result.bench["eager"]
         ttft = engine["ttft_ms"]["p50"], eager["ttft_ms"]["p50"]
@@ -324,7 +325,11 @@ def summary_page(result: RunResult, recipe: Recipe) -> Page:
     return Page(title, result.parity["verdict"], facts, (Table("", ("what", "result"), tuple(rows)),))
 
 
-def _worst(parity: dict[str, Any], metric: str, worst: Callable[[list[float]], float]) -> float | None:
-    """The worst of the phases against float32 torch; None where one is not finite, or none was run."""
-    values = [row["value"] for row in parity["rows"] if row["reference"] == "eager" and row["metric"] == metric]
-    return worst(values) if values and None not in values else None
+def _worst(parity: dict[str, Any], metric: str, worst: Callable[..., str]) -> tuple[float, str] | None:
+    """The worst of the phases against float32 torch, and which it is; None where one is not finite, or none was run."""
+    rows = [row for row in parity["rows"] if row["reference"] == "eager" and row["metric"] == metric]
+    values = {row["phase"].replace("_", " "): row["value"] for row in rows}
+    if not values or None in values.values():
+        return None
+    phase = worst(values, key=lambda name: values[name])
+    return values[phase], phase

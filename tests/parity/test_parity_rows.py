@@ -39,7 +39,9 @@ def test_rows_are_cut_to_prompts_cache_and_positions_and_it_is_told():
         found = fit(limits, context_len)
         assert found.seq_len == 100
         assert found.notes[0].startswith("rows are 100 tokens, not 256")
-    assert fit(Limits(2, 256, 256)).batch == 2
+    cut = fit(Limits(2, 256, 256))
+    assert cut.batch == 2
+    assert cut.notes == ("rows at once are 2, not 3: the candidate takes no more",)
 
 
 def test_steps_that_the_shortest_row_has_no_room_for_are_told():

@@ -66,6 +66,16 @@ def test_every_kind_of_recipe_can_be_searched(half_export, half, tmp_path, secti
     assert result.best.bytes == result.problem.bytes_of(result.best.mix)
 
 
+def test_a_format_of_inputs_is_no_choice_where_no_input_is_rounded(text_export, base, tmp_path):
+    recipe = base(weights={"format": "int8", "skip": []}, activations={"format": "int8"})
+    result = search(text_export, recipe, tmp_path / "mix.toml", "kl", 10.0, formats=("int8", "none"))
+    assert result.best.mix["head"] == "int8"
+    assert "int8:int8" not in result.problem.bytes["head"]
+    assert "int8:int8" in result.problem.bytes["layer 0 attention"]
+    asked = [override for override in result.best.recipe.splitlines() if "lm_head" in override]
+    assert not asked  # the base recipe makes that of it
+
+
 def test_a_budget_out_of_reach_gives_the_nearest_mix(text_export, half_export, base, half, tmp_path):
     result = search(text_export, base(), tmp_path / "mix.toml", "kl", 1e-9, formats=("none",))
     assert result.passed  # all in float

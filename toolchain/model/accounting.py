@@ -14,7 +14,7 @@ Parameters come from `parameter_shapes`, which the decoder itself is held to, so
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -89,13 +89,15 @@ WEIGHT_FORMATS = {
 class Setting:
     """What is served: `batch` sequences of `context_tokens` tokens, weights and cache in these formats.
 
-    `cache` names what `layer_caches` says of every layer.
+    `cache` names what `layer_caches` says of every layer. `stored`: bytes of every component as an artifact has them,
+    where `weights` is its format; head and embedding may be codes there, and some matrices in float.
     """
 
     context_tokens: int
     batch: int
     weights: str
     layer_caches: tuple[CacheFormat, ...]
+    stored: Mapping[str, int] | None = None
 
     @property
     def cache(self) -> str:
@@ -105,6 +107,10 @@ class Setting:
     def kv_bytes_per_token(self, config: DecoderConfig) -> int:
         """Cache bytes of one token of one sequence in all layers."""
         return sum(cache.token_bytes(config.num_key_value_heads, config.head_dim) for cache in self.layer_caches)
+
+    def weight_bytes(self, config: DecoderConfig) -> dict[str, int]:
+        """Bytes of every component's weights: those stored, or what the format makes of the config."""
+        return weight_bytes(config, self.weights) if self.stored is None else dict(self.stored)
 
     def document(self) -> dict[str, Any]:
         """JSON types."""
@@ -129,10 +135,11 @@ def make_setting(
     cache: str | None = None,
     *,
     layer_caches: Sequence[CacheFormat] = (),
+    stored: Mapping[str, int] | None = None,
 ) -> Setting:
     """A setting this model can be served in, None being the default: 4096 tokens or all it has, float16.
 
-    `layer_caches`: those of an artifact, which hold unless `cache` asks for another.
+    `layer_caches`: those of an artifact, which hold unless `cache` asks for another. `stored`: see `Setting`.
 
     Raises DtoolError for an unknown format and for more tokens than the model has positions for.
     """
@@ -150,7 +157,7 @@ def make_setting(
             expected, fix = f"one of: {', '.join(known)}", did_you_mean(name, known)
             raise DtoolError(f"unknown {kind} format {name!r}", expected=expected, found=name, fix=fix)
     alike = (cache_format_named(cache),) * config.num_hidden_layers
-    return Setting(context, batch, weights, alike if asked or not layer_caches else tuple(layer_caches))
+    return Setting(context, batch, weights, alike if asked or not layer_caches else tuple(layer_caches), stored)
 
 
 def component_of(name: str) -> str:
@@ -161,6 +168,16 @@ def component_of(name: str) -> str:
     if any("norm" in part for part in parts):
         return "norms"
     return next(component for part, component in _COMPONENT_OF_PART.items() if part in parts)
+
+
+def stored_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of every component of stored tensors, by name; scales count with their matrix, what has none as norms."""
+    found = dict.fromkeys(COMPONENTS, 0)
+    for name, size in sizes.items():
+        matrix = f"{name.rpartition('.')[0]}.weight"
+        parts = {part for part in matrix.split(".") if part in _COMPONENT_OF_PART}
+        found[component_of(matrix) if parts or matrix in (EMBEDDING, POSITIONS) else "norms"] += size
+    return found
 
 
 def count_parameters(config: DecoderConfig) -> dict[str, int]:
@@ -286,14 +303,14 @@ def _work(config: DecoderConfig, setting: Setting, tokens: int, seen: int, moved
 
 def _weights_read(config: DecoderConfig, setting: Setting, tokens: int) -> int:
     """Weight bytes a step of `tokens` tokens reads: of the tables the rows, of the experts the expected part."""
-    sizes = weight_bytes(config, setting.weights)
-    row = config.hidden_size * FORMATS[setting.weight_format.other].bytes
-    tables = 1 + (config.position_embedding == "learned")
+    sizes, shapes = setting.weight_bytes(config), parameter_shapes(config)
+    tables = {"embedding": EMBEDDING, "positions": POSITIONS}
+    row = sum(sizes[component] // shapes[name][0] for component, name in tables.items() if name in shapes)
     if not config.tie_word_embeddings:  # a tied table is read whole, as the head
         sizes["embedding"] = 0
     sizes["positions"] = 0
     experts = sizes.pop("experts") * expected_experts(config, tokens) / (config.num_experts or 1)
-    return sum(sizes.values()) + tables * tokens * row + round(experts)
+    return sum(sizes.values()) + tokens * row + round(experts)
 
 
 def expected_experts(config: DecoderConfig, tokens: int) -> float:

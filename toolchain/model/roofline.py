@@ -40,7 +40,7 @@ DECODE_BATCHES = (1, 4, 16, 64, 256)
 NOTES = (
     "times are lower bounds: dense datasheet peaks, one GPU, activations' bytes and all but matrix products left out",
     "8-bit formats count 8-bit products (activations too) where the GPU has a rate for them, int4 float16 products",
-    "embedding, head, router, norms and biases stay in float; a batch fits in 0.9 of the memory beside the weights",
+    "a batch fits in 0.9 of the memory beside the weights",
 )
 
 
@@ -104,7 +104,7 @@ def _key(name: str) -> tuple[str, ...]:
 
 def largest_batch(config: DecoderConfig, setting: Setting, gpu: Gpu) -> int | None:
     """Sequences of `context_tokens` tokens that fit beside the weights; None where the weights alone do not fit."""
-    room = USABLE_MEMORY * gpu.memory_bytes.value - sum(weight_bytes(config, setting.weights).values())
+    room = USABLE_MEMORY * gpu.memory_bytes.value - sum(setting.weight_bytes(config).values())
     if room < 0:
         return None
     return int(room // (setting.kv_bytes_per_token(config) * setting.context_tokens))
@@ -119,6 +119,7 @@ def account(config: DecoderConfig, setting: Setting, gpus: Iterable[Gpu]) -> dic
         "parameters": {"total": sum(parameters.values()), "components": parameters},
         "active_parameters_per_token": {"total": sum(active.values()), "components": active},
         "weights_bytes": {name: sum(weight_bytes(config, name).values()) for name in WEIGHT_FORMATS},
+        "served_weights_bytes": sum(setting.weight_bytes(config).values()),
         "kv_cache_bytes_per_token": {name: kv_bytes_per_token(config, name) for name in CACHE_FORMATS}
         | {setting.cache: setting.kv_bytes_per_token(config)},
         "kv_cache_bytes": setting.kv_bytes_per_token(config) * setting.context_tokens * setting.batch,
@@ -128,8 +129,14 @@ def account(config: DecoderConfig, setting: Setting, gpus: Iterable[Gpu]) -> dic
         "decode": sweep[setting.batch].document(),
         "decode_by_batch": [{"batch": batch} | work.document() for batch, work in sweep.items()],
         "gpus": [_gpu_document(config, setting, gpu, prefill, sweep) for gpu in gpus],
-        "notes": list(NOTES),
+        "notes": [*NOTES, _in_float(setting)],
     }
+
+
+def _in_float(setting: Setting) -> str:
+    if setting.stored is not None:
+        return f"weights as they are stored, most of them {setting.weights}; a head's product counts as float16's"
+    return "embedding, head, router, norms and biases stay in float"
 
 
 def _decode_sweep(config: DecoderConfig, setting: Setting) -> dict[int, Work]:

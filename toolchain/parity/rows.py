@@ -58,6 +58,8 @@ def fit_rows(name: str, parity: Parity, limits: Limits, context_len: int) -> Siz
     notes = []
     if seq_len < parity.seq_len:
         notes.append(f"rows are {seq_len} tokens, not {parity.seq_len}: the candidate takes no more")
+    if batch < parity.batch:
+        notes.append(f"rows at once are {batch}, not {parity.batch}: the candidate takes no more")
     if min(steps) < parity.decode_steps:
         shortest = min(int(rows.min()) for rows in lengths)
         notes.append(

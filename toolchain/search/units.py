@@ -22,7 +22,7 @@ from toolchain.model.parameters import matrix_names, parameter_shapes
 from toolchain.model.quantized import KV_SCALES
 from toolchain.quantize.cache import ATTENTION_NAME, plan_caches
 from toolchain.quantize.job import Job
-from toolchain.quantize.plan import EMBEDDING, HEAD, legal_group, match_patterns, plan_quantization
+from toolchain.quantize.plan import EMBEDDING, HEAD, is_expert, legal_group, match_patterns, plan_quantization
 from toolchain.quantize.stream import QuantizedStream
 from toolchain.recipe import Recipe
 from toolchain.recipe_sections import Engine, KVCache, Override
@@ -142,8 +142,16 @@ def possible_formats(config: DecoderConfig, unit: Unit, recipe: Recipe, formats:
         return (recipe.kv_cache.format, "none")
     shapes = parameter_shapes(config)
     widths = [shapes[f"{name}.weight"][1] for name in unit.matrices if f"{name}.weight" in shapes]
-    cut = all(legal_group(width, recipe.weights.group_size) for width in widths)
-    return tuple(fmt for fmt in formats if cut or not fmt.startswith("int4"))
+    cut, rounds = all(legal_group(width, recipe.weights.group_size) for width in widths), rounds_inputs(unit, recipe)
+    same = [fmt for fmt in formats if not rounds and ":" in fmt and fmt.partition(":")[0] in formats]
+    return tuple(fmt for fmt in formats if (cut or not fmt.startswith("int4")) and fmt not in same)
+
+
+def rounds_inputs(unit: Unit, recipe: Recipe) -> bool:
+    """Whether a format of inputs does anything to the unit: an embedding reads none, experts' and skipped ones stay."""
+    kept = recipe.activations.skip
+    names = [name for name in unit.matrices if name != EMBEDDING and not is_expert(name)]
+    return any(not any(fnmatch.fnmatchcase(name, pattern) for pattern in kept) for name in names)
 
 
 def mixed_recipe(base: Recipe, units: Iterable[Unit], mix: Mix, about: str) -> Recipe:
@@ -153,9 +161,11 @@ def mixed_recipe(base: Recipe, units: Iterable[Unit], mix: Mix, about: str) -> R
     """
     own, units, by_format = base_format(base), list(units), {}
     base = _with_caches(base, [unit for unit in units if unit.is_cache], mix)
-    for unit in units:
-        if mix[unit.name] != own and not unit.is_cache:
-            by_format.setdefault(mix[unit.name], []).extend(unit.matrices)
+    for unit in (unit for unit in units if not unit.is_cache):
+        asked = [mix[unit.name], own]
+        fmt, own_here = asked if rounds_inputs(unit, base) else [fmt.partition(":")[0] for fmt in asked]
+        if fmt != own_here:
+            by_format.setdefault(fmt, []).extend(unit.matrices)
     added = [Override(match=tuple(names), **_settings(base, fmt)) for fmt, names in sorted(by_format.items())]
     changed = {"about": about} | ({"overrides": (*base.overrides, *added)} if added else {})
     return base.model_copy(update=changed)
