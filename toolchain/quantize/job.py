@@ -9,7 +9,7 @@ from toolchain.errors import DtoolError
 from toolchain.model.caches import CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.cache import plan_caches
-from toolchain.quantize.idle import idle_notes
+from toolchain.quantize.idle import all_notes
 from toolchain.quantize.plan import QuantizePlan, plan_quantization
 from toolchain.quantize.stored import StoredScales, needs_calibration, open_stored
 from toolchain.recipe import Recipe
@@ -58,7 +58,7 @@ class Job:
     def notes(self) -> tuple[str, ...]:
         """What a person should know of the plan before the work."""
         stored = () if self.stored is None else self.stored.notes
-        return self.plan.notes + stored + idle_notes(self.config, self.recipe, self.plan, calibrates=self.calibrates)
+        return stored + all_notes(self.config, self.recipe, self.plan, calibrates=self.calibrates)
 
 
 def plan_job(exported: Artifact, recipe: Recipe) -> Job:
