@@ -144,10 +144,13 @@ class Recipe(Section, frozen=True):
         } | {f"overrides.{i}.weights": bool(self.overrides[i].weights) for i in at}
         if "stored" in (self.weights.algorithm, weights.algorithm) and any(changed.values()):
             what = ", ".join(name for name, there in changed.items() if there)
+            expected = f"other than stored with {what}: other weights have other codes"
+            if all(name.startswith("overrides.") for name, there in changed.items() if there):
+                expected = f"no {what} beside stored, which goes for all matrices or for none"
             key = self.said_at("weights.algorithm", at if weights.algorithm == "stored" else ())
             raise misfit(
                 key,
-                expected=f"other than stored with {what}: other weights have other codes",
+                expected=expected,
                 found="stored",
                 fix=f"set {key} to rtn or gptq, or leave out {what}",
             )
@@ -293,8 +296,15 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """
     path = find_recipe(name)
     try:
-        document = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document = tomllib.loads(path.read_text("utf-8-sig"))  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise DtoolError(
+            f"{path} is not text in UTF-8",
+            expected="a TOML file, which is in UTF-8",
+            found=f"byte 0x{error.object[error.start]:02x} at {error.start}: {error.reason}",
+            fix="save it again with the encoding UTF-8, if it is the recipe",
+        ) from error
+    except tomllib.TOMLDecodeError as error:
         raise DtoolError(
             f"{path} is not valid TOML",
             expected="key = value and [section] lines",

@@ -4,7 +4,7 @@ import tomllib
 from typing import Any
 
 from toolchain.errors import DtoolError
-from toolchain.recipe_faults import shown
+from toolchain.recipe_faults import OVERRIDES_SET, shown, toml_list
 
 
 def apply_change(document: dict[str, Any], override: str) -> None:
@@ -16,6 +16,13 @@ def apply_change(document: dict[str, Any], override: str) -> None:
             expected="section.key=value",
             found=override,
             fix="for example --set weights.format=int8",
+        )
+    if not all(part.strip() for part in key.split(".")):
+        raise DtoolError(
+            f"--set {override!r} names no key" if not key.strip(" .") else f"--set {override!r} has an empty part",
+            expected="section.key=value",
+            found=repr(key),
+            fix="write the key before the =, its parts joined by single dots, as weights.format=int8",
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
@@ -38,7 +45,15 @@ def apply_change(document: dict[str, Any], override: str) -> None:
                 f"--set {key}: {place!r} is a list, and {following!r} is no place in it",
                 expected=f"a number below {len(table)}, the first being 0" if table else "a list that is not empty",
                 found=following,
-                fix=f"name one of its places, or set {place} itself",
+                fix=f"name one of its places, or set {place} itself" if table else _whole(place, value),
             )
     spot: Any = int(last) if isinstance(table, list) else last
     table[spot] = value
+
+
+def _whole(place: str, value: Any) -> str:
+    """How to set a list whose elements there are none of."""
+    if place == "overrides":
+        return OVERRIDES_SET
+    listed = toml_list([value], type(value)) if isinstance(value, str | int) else ""
+    return f"--set '{place}={listed}'" if listed else f"set {place} itself, to a list"

@@ -1,6 +1,7 @@
 """What cannot be quantized is refused before the walk and before weights are read, with what to do; or told by name."""
 
 import json
+import shlex
 import shutil
 import time
 
@@ -20,6 +21,7 @@ from toolchain.quantize import layer as layer_module
 from toolchain.quantize import stored as stored_module
 from toolchain.quantize import stream as stream_module
 from toolchain.quantize.stage import quantize_artifact, quantized_matrices
+from toolchain.recipe import load_recipe
 from toolchain.tensor_file import read_header, read_tensor
 
 STATIC = {"weights": {"format": "int8"}, "activations": {"format": "int8", "granularity": "tensor"}}
@@ -193,6 +195,16 @@ def test_ids_the_model_does_not_have_are_refused(text_export, texts, tmp_path):
 def test_a_recipe_that_leaves_everything_out_is_refused(by, sections, tiny_text, text_export, texts, tmp_path):
     recipe = make_recipe(**sections, parity={"data": str(texts["evaluation"])})
     assert "quantizes nothing" in refusal_of(by, text_export, tiny_text, recipe, tmp_path / "q")
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-rtx", "int4-rtx"])
+@pytest.mark.parametrize("changes", [[], ['overrides=[{match=["*"], weights={format="int8"}}]']])
+def test_the_way_to_an_engine_in_float_is_a_valid_recipe_of_one(name, changes, text_export):
+    changes = [*changes, 'weights.skip=["*"]', "kv_cache.format=none"]
+    with pytest.raises(DtoolError, match="quantizes nothing") as refusal:
+        quantized_matrices(open_artifact(text_export), load_recipe(name, changes))
+    sets = [part for part in shlex.split(refusal.value.fix.partition(" of the export, ")[2]) if part != "--set"]
+    assert not load_recipe(name, [*changes, *sets]).quantizes
 
 
 @pytest.mark.parametrize("key", ["weights.format", "kv_cache.format"])

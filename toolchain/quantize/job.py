@@ -98,5 +98,18 @@ def check_work(recipe: Recipe, plan: QuantizePlan, caches: tuple[CacheFormat, ..
             "the recipe quantizes nothing",
             expected="a matrix or a cache that weights.skip, kv_cache.skip and overrides leave to be quantized",
             found="all of them left out",
-            fix="leave out less, or --set weights.format=none --set kv_cache.format=none for an engine in float",
+            fix=f"leave out less; for an engine in float run neither this stage nor a search, and give `dtool run`, or "
+            f"`dtool build-engine` of the export, {_in_float(recipe)}",
         )
+
+
+def _in_float(recipe: Recipe) -> str:
+    """The changes that leave a recipe, whose caches are float already, with no formats."""
+    changed = {
+        "weights.format=none": recipe.weights.format != "none",
+        "weights.granularity=channel": recipe.weights.granularity == "group",
+        "activations.format=none": recipe.activations.format != "none",
+        "activations.excess_channels=0": recipe.activations.excess_channels > 0,
+        "'overrides=[]'": bool(recipe.overrides),
+    }
+    return " ".join(f"--set {change}" for change, needed in changed.items() if needed)

@@ -161,7 +161,7 @@ def match_patterns(key: str, patterns: Iterable[str], names: list[str], what: st
             raise DtoolError(
                 f"{key} {pattern!r} matches no {what}",
                 expected=f"the name of a {what} or a glob pattern",
-                found=pattern,
+                found=pattern or "an empty name",
                 fix=did_you_mean(pattern, names),
             )
         found |= set(matched)
