@@ -66,6 +66,7 @@ def write(path, text):
 
 PATTERNS = {
     "weights.skip": {"weights": {"format": "int8", "skip": ["lm_haed"]}},
+    "weights.skip ''": {"weights": {"format": "int8", "skip": [""]}},
     "activations.skip": STATIC | {"activations": STATIC["activations"] | {"skip": ["model.layers.9.*"]}},
     "kv_cache.skip": {"kv_cache": {"format": "int8", "skip": ["model.layers.7.self_attn"]}},
     "overrides.0.match": {

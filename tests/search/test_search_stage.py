@@ -94,6 +94,19 @@ def test_onnx_runtime_has_no_int4(text_export, base, tmp_path):
         search(text_export, base(), tmp_path / "mix.toml", "kl", 0.1)
 
 
+def test_a_format_that_no_matrix_is_left_is_not_held_against_a_recipe(text_export, base, tmp_path):
+    sections = {
+        "weights": {"format": "int4"},
+        "kv_cache": {"format": "int8", "granularity": "token"},
+        "overrides": [{"match": ["*"], "weights": {"format": "int8"}}],
+    }
+    result = search(text_export, base(**sections), tmp_path / "mix.toml", "kl", 1.0, formats=())
+    assert result.passed
+    sections["overrides"] = [{"match": ["*.mlp.*"], "weights": {"format": "int8"}}]
+    with pytest.raises(DtoolError, match=r"onnxruntime cannot take weights\.format int4"):
+        search(text_export, base(**sections), tmp_path / "no.toml", "kl", 1.0, formats=())
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
