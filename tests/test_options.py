@@ -48,6 +48,7 @@ def test_an_option_that_names_nothing_is_refused_before_any_work(command, named,
             arguments += [value] if isinstance(parameter, click.Argument) else [parameter.opts[0], value]
     _, stderr = call(command, *arguments, code=2)
     assert "it is empty: name something" in stderr
+    assert ("'.' for the current folder" in stderr) == (named.type is FOLDER)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -96,16 +96,16 @@ def quantize(
 ) -> None:
     """Exported artifact -> the same graphs with integer weights, activations and cache, and what that lost."""
     from toolchain.artifact import open_artifact
-    from toolchain.engine.preflight import check_formats, quantized_notes
+    from toolchain.engine.preflight import quantized_notes
     from toolchain.engine.source import check_source
     from toolchain.quantize.report import quantization_document, quantization_page
-    from toolchain.quantize.stage import quantize_artifact
+    from toolchain.quantize.stage import quantize_artifact, quantized_matrices
 
     recipe = load(recipe_name, overrides, "quantize")
-    check_formats(recipe)
-    for line in quantized_notes(recipe):
+    exported = open_artifact(source, ("export",), check_hashes=False)
+    check_source(exported, recipe, sections=())
+    for line in quantized_notes(recipe, quantized_matrices(exported, recipe)):
         say(f"note: {line}")
-    check_source(open_artifact(source, ("export",), check_hashes=False), recipe, sections=())
     artifact = quantize_artifact(source, recipe, out, **how, report=say)
     document = quantization_document(artifact)
     show(document, lambda: quantization_page(document), as_json=as_json, html=html)

@@ -10,15 +10,18 @@ import click
 
 
 class _NotEmpty(click.ParamType):
+    instead = ""
+    """What else may be meant, as the message goes on."""
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The value as the type beside this one has it."""
         if value == "":
-            self.fail("it is empty: name something, or '.' for the current folder", param, ctx)
+            self.fail("it is empty: name something" + self.instead, param, ctx)
         return super().convert(value, param, ctx)
 
 
 class _NamedPath(_NotEmpty, click.Path):
-    pass
+    instead = ", or '.' for the current folder"
 
 
 class _Name(_NotEmpty, click.types.StringParamType):

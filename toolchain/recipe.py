@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 
 from toolchain.errors import DtoolError, did_you_mean
-from toolchain.recipe_faults import Misfit, faults_of, invalid_recipe, misfit, shown
+from toolchain.recipe_changes import apply_change
+from toolchain.recipe_faults import Misfit, faults_of, invalid_recipe, misfit
 from toolchain.recipe_sections import (
     Activations,
     Bench,
@@ -143,10 +144,13 @@ class Recipe(Section, frozen=True):
         } | {f"overrides.{i}.weights": bool(self.overrides[i].weights) for i in at}
         if "stored" in (self.weights.algorithm, weights.algorithm) and any(changed.values()):
             what = ", ".join(name for name, there in changed.items() if there)
+            expected = f"other than stored with {what}: other weights have other codes"
+            if all(name.startswith("overrides.") for name, there in changed.items() if there):
+                expected = f"no {what} beside stored, which goes for all matrices or for none"
             key = self.said_at("weights.algorithm", at if weights.algorithm == "stored" else ())
             raise misfit(
                 key,
-                expected=f"other than stored with {what}: other weights have other codes",
+                expected=expected,
                 found="stored",
                 fix=f"set {key} to rtn or gptq, or leave out {what}",
             )
@@ -176,6 +180,35 @@ class Recipe(Section, frozen=True):
     def matching(self, name: str) -> tuple[int, ...]:
         """The places of the overrides that match the matrix `name`."""
         return tuple(i for i, o in enumerate(self.overrides) if any(fnmatch.fnmatchcase(name, p) for p in o.match))
+
+    def weight_formats(self, matrices: Iterable[str] | None = None) -> dict[str, tuple[str, ...]]:
+        """The formats that matrices end with, each with the keys that give it.
+
+        `matrices`: those of a model that are quantized. Without them a format counts unless what comes later
+        hides it in any model.
+        """
+        if matrices is None:
+            found = ((fmt, key) for at, key, fmt in self._said_formats() if not self._is_hidden(at))
+        else:
+            at = {name: self.matching(name) for name in matrices}
+            found = ((self.of_matrix(n)[0].format, self.said_at("weights.format", i)) for n, i in at.items())
+        keys: dict[str, tuple[str, ...]] = {}
+        for fmt, key in sorted(set(found)):
+            keys[fmt] = (*keys.get(fmt, ()), key)
+        return keys
+
+    def _said_formats(self) -> Iterator[tuple[int, str, str]]:
+        """Place, key and value of every format of weights that is said; the section's place is -1."""
+        yield -1, "weights.format", self.weights.format
+        for i, override in enumerate(self.overrides):
+            if "format" in override.weights:
+                yield i, f"overrides.{i}.weights.format", override.weights["format"]
+
+    def _is_hidden(self, at: int) -> bool:
+        """Whether later overrides with a format, or `weights.skip`, match whatever the one at this place does."""
+        later = [override.match for override in self.overrides[at + 1 :] if "format" in override.weights]
+        above = [pattern for patterns in (*later, self.weights.skip) for pattern in patterns]
+        return all(any(_covers(p, own) for p in above) for own in (self.overrides[at].match if at >= 0 else "*"))
 
     @property
     def variants(self) -> tuple[tuple[Weights, Activations], ...]:
@@ -263,8 +296,15 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """
     path = find_recipe(name)
     try:
-        document = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        document = tomllib.loads(path.read_text("utf-8-sig"))  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise DtoolError(
+            f"{path} is not text in UTF-8",
+            expected="a TOML file, which is in UTF-8",
+            found=f"byte 0x{error.object[error.start]:02x} at {error.start}: {error.reason}",
+            fix="save it again with the encoding UTF-8, if it is the recipe",
+        ) from error
+    except tomllib.TOMLDecodeError as error:
         raise DtoolError(
             f"{path} is not valid TOML",
             expected="key = value and [section] lines",
@@ -272,7 +312,7 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
             fix="mend that line",
         ) from error
     for override in overrides:
-        _apply_override(document, override)
+        apply_change(document, override)
     return parse_recipe(document, f"{path} with what --set changes" if overrides else str(path))
 
 
@@ -313,40 +353,10 @@ def find_data(name: str, by: str = "--set") -> Path:
     )
 
 
-def _apply_override(document: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise DtoolError(
-            f"--set {override!r} has no value",
-            expected="section.key=value",
-            found=override,
-            fix="for example --set weights.format=int8",
-        )
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *sections, last = key.strip().split(".")
-    table: Any = document
-    for i, section in enumerate(sections):
-        table = table.setdefault(section, {}) if isinstance(table, dict) else table[int(section)]
-        place, following = ".".join(sections[: i + 1]), [*sections, last][i + 1]
-        if not isinstance(table, dict | list):
-            raise DtoolError(
-                f"--set {key}: {place!r} is a value, not a section",
-                expected="section.key=value",
-                found=f"{place} = {shown(table)}",
-                fix=f"set {place} itself, or a key of another section",
-            )
-        if isinstance(table, list) and following not in map(str, range(len(table))):
-            raise DtoolError(
-                f"--set {key}: {place!r} is a list, and {following!r} is no place in it",
-                expected=f"a number below {len(table)}, the first being 0" if table else "a list that is not empty",
-                found=following,
-                fix=f"name one of its places, or set {place} itself",
-            )
-    spot: Any = int(last) if isinstance(table, list) else last
-    table[spot] = value
+def _covers(pattern: str, other: str) -> bool:
+    """Whether a glob pattern surely matches all that another one does."""
+    told_by_text = "[" not in pattern + other and "?" not in pattern  # a * takes whatever the other's own may be
+    return pattern == other or (told_by_text and fnmatch.fnmatchcase(other, pattern))
 
 
 def told(place: str, names: Sequence[str], where: str) -> str:

@@ -1,5 +1,6 @@
 """What is wrong with a recipe, key by key: what was expected, what was found, what to do."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +15,13 @@ KINDS = {
     "float_type": "a number",
     "string_type": "text in quotes",
     "bool_type": "true or false",
-    "tuple_type": 'a list, as ["...", "..."]',
+    "tuple_type": "a list",
     "dict_type": "a section",
     "model_type": "a section",
 }
 """What pydantic's types of errors ask for, where its own words are a programmer's."""
+OVERRIDES_SET = """--set 'overrides=[{match=["..."], weights={...}}]'"""
+"""How a list of tables is written on a command line; the settings are for the user to say."""
 LONGEST = 80
 OWN_KEY = re.compile(r"(?<!\S)\.(\w+)")
 """A key of the section whose validator speaks, as `.format`: only the recipe knows where the section lies."""
@@ -77,7 +80,7 @@ def faults_of(
         elif item["type"] == "extra_forbidden":
             yield unknown_key(key, _fields(model, item["loc"][:-1]))
         else:
-            yield _wrong_value(key, item)
+            yield _no_list(key, item, model) if item["type"] == "tuple_type" else _wrong_value(key, item)
 
 
 def _placed(fault: Fault, section: str, said_at: Callable[[str], str] | None) -> Fault:
@@ -112,11 +115,40 @@ def shown(value: Any) -> str:
 def _wrong_value(key: str, item: Any) -> Fault:
     kind, value = item["type"], item["input"]
     fix = f"set {key} to such a value, in the recipe or by --set"
-    if kind == "tuple_type" and isinstance(value, str):
-        fix = f'set {key} to ["{value}"]'
-    elif KINDS.get(kind) == "a section":
+    if KINDS.get(kind) == "a section":
         fix = f"write [{key}], and its settings below it"
     return Fault(key, KINDS.get(kind) or item["msg"].removeprefix("Input should be "), shown(value), fix)
+
+
+def _no_list(key: str, item: Any, model: Any) -> Fault:
+    """The fault of a value that should be a list, with the list that is most likely meant."""
+    value, field = item["input"], _fields(model, item["loc"][:-1])[item["loc"][-1]]
+    of = get_args(field.annotation)[0]
+    if of not in (str, int):
+        fix = f"write each as a table below a line [[{key}]], in double brackets, or {OVERRIDES_SET}"
+        return Fault(key, f"a list of tables, each [[{key}]]", shown(value), fix)
+    kind = "whole numbers, as [16, 32]" if of is int else 'text, as ["...", "..."]'
+    meant = toml_list(_parts(value), of)
+    fix = f"set {key} to {meant}" if meant else f"set {key} to such a list, in the recipe or by --set"
+    return Fault(key, f"a list of {kind}", shown(value), fix)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a value that is no list may list: what commas part, or what was set by its place."""
+    if isinstance(value, dict):
+        return list(value.values()) if all(map(str.isdecimal, value)) else []
+    if not isinstance(value, str):
+        return [value]
+    if value.startswith("["):  # a list whose quotes a shell took away
+        value = value.strip("[]")
+    return [part for part in (part.strip(" \"'") for part in value.split(",")) if part]
+
+
+def toml_list(values: Iterable[Any], of: type) -> str:
+    """These values as a list in TOML; empty where they do not fit it, and `[]` of text where there are none."""
+    values = [int(v) if of is int and isinstance(v, str) and v.isdecimal() else v for v in values]
+    fitting = all(type(value) is of for value in values) and (of is str or values)
+    return f"[{', '.join(json.dumps(value, ensure_ascii=False) for value in values)}]" if fitting else ""
 
 
 def _path(*parts: Any) -> str:

@@ -1,6 +1,7 @@
 """What cannot be quantized is refused before the walk and before weights are read, with what to do; or told by name."""
 
 import json
+import shlex
 import shutil
 import time
 
@@ -10,7 +11,8 @@ import torch
 from tests.conftest import make_recipe, save_tiny, seal
 from tests.test_cli import call
 from toolchain import tensor_file
-from toolchain.engine.preflight import check_formats
+from toolchain.artifact import open_artifact
+from toolchain.engine.preflight import check_export, check_formats, engine_refusals, quantized_notes
 from toolchain.errors import DtoolError
 from toolchain.export.stage import export_checkpoint
 from toolchain.numerics import smallest_scale
@@ -18,7 +20,8 @@ from toolchain.pipeline import run_pipeline
 from toolchain.quantize import layer as layer_module
 from toolchain.quantize import stored as stored_module
 from toolchain.quantize import stream as stream_module
-from toolchain.quantize.stage import quantize_artifact
+from toolchain.quantize.stage import quantize_artifact, quantized_matrices
+from toolchain.recipe import load_recipe
 from toolchain.tensor_file import read_header, read_tensor
 
 STATIC = {"weights": {"format": "int8"}, "activations": {"format": "int8", "granularity": "tensor"}}
@@ -63,6 +66,7 @@ def write(path, text):
 
 PATTERNS = {
     "weights.skip": {"weights": {"format": "int8", "skip": ["lm_haed"]}},
+    "weights.skip ''": {"weights": {"format": "int8", "skip": [""]}},
     "activations.skip": STATIC | {"activations": STATIC["activations"] | {"skip": ["model.layers.9.*"]}},
     "kv_cache.skip": {"kv_cache": {"format": "int8", "skip": ["model.layers.7.self_attn"]}},
     "overrides.0.match": {
@@ -194,12 +198,23 @@ def test_a_recipe_that_leaves_everything_out_is_refused(by, sections, tiny_text,
     assert "quantizes nothing" in refusal_of(by, text_export, tiny_text, recipe, tmp_path / "q")
 
 
+@pytest.mark.parametrize("name", ["int8", "int8-rtx", "int4-rtx"])
+@pytest.mark.parametrize("changes", [[], ['overrides=[{match=["*"], weights={format="int8"}}]']])
+def test_the_way_to_an_engine_in_float_is_a_valid_recipe_of_one(name, changes, text_export):
+    changes = [*changes, 'weights.skip=["*"]', "kv_cache.format=none"]
+    with pytest.raises(DtoolError, match="quantizes nothing") as refusal:
+        quantized_matrices(open_artifact(text_export), load_recipe(name, changes))
+    sets = [part for part in shlex.split(refusal.value.fix.partition(" of the export, ")[2]) if part != "--set"]
+    assert not load_recipe(name, [*changes, *sets]).quantizes
+
+
 @pytest.mark.parametrize("key", ["weights.format", "kv_cache.format"])
 @pytest.mark.parametrize("command", ["quantize", "run"])
 @pytest.mark.usefixtures("nothing_is_read", "any_backend")
 def test_a_format_a_target_lacks_is_refused_at_once(command, key, tiny_text, text_export, tmp_path):
     recipe = ["-r", "int8-rtx", "--set", f"{key}=fp8_e4m3", "--set", 'engine.targets=["sm89", "sm80"]']
     recipe += ["--set", "activations.format=none"]
+    recipe += ["--set", "compute_dtype=float32"] if command == "quantize" else []
     source = text_export if command == "quantize" else tiny_text
     begin = time.process_time()
     _, err = call(command, source, *recipe, "-o", tmp_path / "q", code=1)
@@ -215,6 +230,43 @@ def test_a_format_of_an_override_counts_too():
     check_formats(recipe)
     with pytest.raises(DtoolError, match=r"sm80 .* has no fp8_e4m3"):
         check_formats(recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"targets": ("sm80",)})}))
+
+
+INT4, INT8 = {"format": "int4"}, {"format": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "keys"),
+    [
+        ({"overrides": [{"match": ["*.mlp.*"], "weights": INT4}, {"match": ["*"], "weights": INT8}]}, ()),
+        ({"overrides": [{"match": ["*.mlp.*"], "weights": INT4}, {"match": ["*.mlp.*"], "weights": INT8}]}, ()),
+        ({"weights": INT4, "overrides": [{"match": ["*"], "weights": INT8}]}, ()),
+        ({"weights": INT4 | {"skip": ["*"]}, "kv_cache": INT8}, ()),
+        ({"overrides": [{"match": ["*.mlp.*"], "weights": INT4}, {"match": ["*"], "weights": {"clip": "amax"}}]}, (0,)),
+        ({"overrides": [{"match": ["*.mlp.*"], "weights": INT4}, {"match": ["*"], "weights": INT4}]}, (1,)),
+        ({"overrides": [{"match": ["*.mlp.*"], "weights": INT4}, {"match": ["*up*"], "weights": INT4}]}, (0, 1)),
+        ({"overrides": [{"match": ["*.mlp.*"], "weights": INT4}, {"match": ["*.mlp.[du]*"], "weights": INT8}]}, (0,)),
+    ],
+)
+def test_a_format_that_later_ones_hide_in_any_model_is_not_refused(sections, keys):
+    recipe = make_recipe(**sections)
+    refusals = list(engine_refusals(recipe))
+    named = " and ".join(f"overrides.{i}.weights.format" for i in keys)
+    assert [refusal.problem for refusal in refusals] == [f"engine.backend onnxruntime cannot take {named} int4"] * bool(
+        keys
+    )
+    if keys:
+        assert refusals[0].fix.startswith(" ".join(f"--set overrides.{i}.weights.format=int8" for i in keys) + ", or")
+
+
+def test_where_the_model_is_known_its_matrices_tell_the_formats(text_export):
+    overrides = [{"match": ["*.down_proj"], "weights": INT4}, {"match": ["*.mlp.[du]*"], "weights": INT8}]
+    recipe = make_recipe(weights=INT8, overrides=overrides)
+    assert len(list(engine_refusals(recipe))) == 1
+    exported = open_artifact(text_export)
+    matrices = quantized_matrices(exported, recipe)
+    assert quantized_notes(recipe, matrices) == []
+    check_export(exported, recipe, matrices)
 
 
 @pytest.mark.parametrize(
@@ -241,12 +293,23 @@ def test_run_finds_what_its_engine_cannot_take_before_the_export(sections, said,
          ["tensorrt-rtx with native attention cannot take kv_cache.format int8"]),
         (['overrides=[{match=["*.mlp.*"], weights={format="int4"}}]'],
          ["backend onnxruntime cannot take overrides.0.weights.format int4"]),
+        (['overrides=[{match=["*.mlp.*"], weights={format="int4"}}, {match=["*.mlp.*"], weights={format="int8"}}]'],
+         []),
+        (['overrides=[{match=["*.layers.*"], weights={format="int4"}}, {match=["*qkv*"], weights={format="int4"}}]'],
+         ["cannot take overrides.0.weights.format and overrides.1.weights.format int4: "]),
+        (['overrides=[{match=["*.mlp.*"], weights={format="int4"}}, {match=["*"], weights={format="int4"}}]'],
+         ["cannot take overrides.1.weights.format int4: "]),
+        (['overrides=[{match=["lm_head"], weights={format="int4"}}]'], []),
         ([], []),
     ],
 )  # fmt: skip
-def test_quantize_notes_first_what_no_engine_of_the_recipe_takes(changes, noted, tmp_path):
+def test_quantize_notes_first_what_no_engine_of_the_recipe_takes(changes, noted, text_export, tiny_text, tmp_path):
+    if "compute_dtype=float16" in changes:
+        text_export = tmp_path / "half"
+        export_checkpoint(tiny_text, make_recipe(compute_dtype="float16"), text_export, report=lambda _: None)
+    (tmp_path / "q").mkdir()  # which is in the way of the work
     sets = [part for change in changes for part in ("--set", change)]
-    _, err = call("quantize", tmp_path / "none", "-r", "int8", *sets, "-o", tmp_path / "q", code=1)
+    _, err = call("quantize", text_export, "-r", "int8", *sets, "-o", tmp_path / "q", code=1)
     told = [line for line in err.splitlines() if "build-engine will refuse it" in line]
     assert len(told) == len(noted)
     assert all(part in line and "or use " in line for part, line in zip(noted, told, strict=True)), told

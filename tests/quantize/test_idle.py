@@ -5,13 +5,14 @@ import pytest
 from tests.conftest import make_recipe
 from toolchain.artifact import open_artifact
 from toolchain.model.config import DecoderConfig, Layer
-from toolchain.quantize.idle import idle_notes
+from toolchain.quantize.idle import all_notes, idle_notes
 from toolchain.quantize.job import plan_recipe
 from toolchain.quantize.stage import quantize_artifact
 from toolchain.recipe import RECIPES_DIR, load_recipe
 
 INT8 = {"format": "int8"}
-SKIPPED = "where weights.skip leaves matrices in float"
+SKIPPED = "where weights.skip (by default lm_head and model.embed_tokens) leaves matrices in float"
+SKIP = "where weights.skip leaves matrices in float"
 UNSEEN = "for the head, the embedding and experts, whose inputs are not seen"
 TEXT = "where nothing is measured on text"
 LAYERS = ["model.layers.*"]
@@ -50,7 +51,7 @@ CASES = {
             "weights": {"format": "int8", "clip": "search"},
             "overrides": [{"match": ["*"], "weights": {"format": "int8", "clip": "amax"}}],
         },
-        ["weights.format, weights.clip do nothing where weights.skip leaves matrices in float, beside overrides.0"],
+        [f"weights.format, weights.clip do nothing {SKIPPED}, and beside overrides.0"],
     ),
     "an override of what is skipped": (
         {"weights": INT8, "overrides": [{"match": ["lm_head"], "weights": {"format": "int4", "group_size": 32}}]},
@@ -70,8 +71,8 @@ CASES = {
             "rotation": {"stream": True, "values": True, "feed_forward": True},
         },
         [
-            f"weights.format, weights.granularity do nothing {SKIPPED}",
-            f"activations.format, activations.center do nothing {SKIPPED}",
+            f"weights.format, weights.granularity do nothing {SKIP}",
+            f"activations.format, activations.center do nothing {SKIP}",
             "rotation.stream does nothing for rounding: no matrix of a layer is quantized",
             "rotation.feed_forward does nothing for rounding: no mlp.down_proj is quantized",
             "calibration.inputs does nothing where no matrix of a layer is quantized",
@@ -82,7 +83,7 @@ CASES = {
         [
             (
                 "activations.format, activations.granularity, activations.excess_channels do nothing "
-                f"{SKIPPED}, where activations.skip leaves inputs in float"
+                f"{SKIPPED}, and where activations.skip leaves inputs in float"
             )
         ],
     ),
@@ -92,7 +93,7 @@ CASES = {
             "activations": STATIC | {"excess_channels": 0},
             "overrides": [{"match": ["*qkv*"], "activations": {"excess_channels": 2}}],
         },
-        ["overrides.0.activations.excess_channels does nothing but at mlp.down_proj"],
+        ["overrides.0.activations.excess_channels does nothing elsewhere than at mlp.down_proj"],
     ),
     "an excess without static scales": (
         {
@@ -102,8 +103,8 @@ CASES = {
         },
         [
             (
-                f"activations.excess_channels does nothing {SKIPPED}, but at mlp.down_proj, "
-                "with inputs of format int8, granularity token"
+                f"activations.excess_channels does nothing {SKIPPED}, and elsewhere than at mlp.down_proj, "
+                "and with inputs of format int8, granularity token"
             )
         ],
     ),
@@ -113,7 +114,7 @@ CASES = {
             "kv_cache": INT8,
             "smoothing": {"algorithm": "awq"},
         },
-        [f"weights.algorithm, weights.refinements do nothing {UNSEEN}, {SKIPPED}"],
+        [f"weights.algorithm, weights.refinements do nothing {UNSEEN}, and {SKIP}"],
     ),
     "smoothing of head and embedding": (
         {"weights": INT8 | {"skip": LAYERS}, "smoothing": {"algorithm": "awq", "alpha": 0.3}},
@@ -129,13 +130,13 @@ CASES = {
             "overrides": [{"match": ["*"], "weights": {"format": "int4"}}],
         },
         [
-            f"weights.format does nothing {SKIPPED}, beside overrides.0",
-            f"weights.granularity does nothing {SKIPPED}, with weights.format int4",
+            f"weights.format does nothing {SKIPPED}, and beside overrides.0",
+            f"weights.granularity does nothing {SKIPPED}, and with weights.format int4",
         ],
     ),
     "int4 whose granularity nobody said": (
         CACHE | {"weights": {"format": "int4", "skip": ["*"]}},
-        [f"weights.format does nothing {SKIPPED}"],
+        [f"weights.format does nothing {SKIP}"],
     ),
     "a pattern with a format none that holds": (
         {
@@ -149,6 +150,45 @@ CASES = {
                 }
             ],
         },
+        [],
+    ),
+    "inputs of the head, which nobody skipped": (
+        {
+            "weights": INT8 | {"skip": []},
+            "overrides": [{"match": ["lm_head"], "activations": {"format": "int8"}}],
+        },
+        [
+            (
+                "overrides.0.activations.format does nothing "
+                "where activations.skip (by default lm_head) leaves inputs in float"
+            )
+        ],
+    ),
+    "many reasons": (
+        {
+            "weights": INT8 | {"algorithm": "gptq", "skip": ["lm_head"]},
+            "overrides": [
+                {"match": [f"*.{name}"], "weights": {"algorithm": "rtn"}}
+                for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+            ],
+        },
+        [
+            (
+                f"weights.algorithm does nothing {UNSEEN}, and {SKIP}, "
+                "and beside overrides.0, overrides.1, overrides.2, overrides.3"
+            )
+        ],
+    ),
+    "values that nothing quantized takes": (
+        {"weights": INT8 | {"skip": ["*self_attn*"]}, "rotation": {"values": True, "stream": True}},
+        ["rotation.values does nothing for rounding: neither qkv_proj nor o_proj nor a cache is quantized"],
+    ),
+    "values of a cache": (
+        CACHE | {"weights": INT8 | {"skip": ["*self_attn*"]}, "rotation": {"values": True}},
+        [],
+    ),
+    "values of one product": (
+        {"weights": INT8 | {"skip": ["*o_proj"]}, "rotation": {"values": True}},
         [],
     ),
     "told by the sections alone": ({"weights": INT8 | {"group_size": 64, "refinements": 3}}, []),
@@ -183,9 +223,42 @@ def test_an_override_of_the_tied_head_is_told(exported_tied):
     assert notes_of(config_of(exported_tied), **sections) == [expected]
 
 
+def test_a_tied_head_is_no_reason_beside_those_of_its_matrix(exported_tied):
+    overrides = [{"match": ["*"], "weights": {"algorithm": "rtn"}}]
+    notes = notes_of(config_of(exported_tied), weights=INT8 | {"algorithm": "gptq", "skip": []}, overrides=overrides)
+    assert notes == ["weights.algorithm does nothing beside overrides.0"]
+
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "layers": (Layer(experts=True),) * 2}
+GPTQ = INT8 | {"algorithm": "gptq"}
+EXPERTS = {"match": ["*.experts.*"]}
+NEAREST = "whose inputs are not seen: rounded to the nearest"
+FLOAT = "experts, whose inputs stay in float"
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"weights": GPTQ}, [f"no GPTQ for experts, {NEAREST}"]),
+        ({"weights": GPTQ | {"skip": []}}, [f"no GPTQ for the head, the embedding, experts, {NEAREST}"]),
+        ({"weights": GPTQ | {"skip": ["*.experts.*", "lm_head"]}}, [f"no GPTQ for the embedding, {NEAREST}"]),
+        ({"weights": INT8, "overrides": [EXPERTS | {"weights": {"algorithm": "gptq"}}]},
+         [f"overrides.0.weights.algorithm does nothing {UNSEEN}"]),
+        ({"weights": INT8, "activations": INT8}, ["the inputs of experts stay in float; their weights are quantized"]),
+        ({"weights": INT8, "overrides": [EXPERTS | {"activations": INT8}]},
+         [f"overrides.0.activations.format does nothing for {FLOAT}"]),
+        ({"weights": INT8, "activations": {"center": True}}, ["the inputs of experts are not centered"]),
+    ],
+)  # fmt: skip
+def test_what_is_not_done_for_experts_and_the_ends_is_told_once(exported, sections, told):
+    config = config_of(exported, **MOE)
+    recipe = make_recipe(**sections)
+    plan, _ = plan_recipe(config, recipe, "float32")
+    assert list(all_notes(config, recipe, plan, calibrates=True)) == told
+
+
 def test_what_experts_have_no_use_for_is_told(exported):
-    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    config = config_of(exported, **moe, layers=(Layer(experts=True),) * 2)
+    config = config_of(exported, **MOE)
     overrides = [
         {"match": ["*.experts.*"], "weights": {"algorithm": "gptq"}, "activations": {"format": "int8", "center": True}}
     ]
@@ -207,7 +280,7 @@ def test_gptq_of_the_head_alone_reads_no_text_and_says_so(text_export, tmp_path)
     )
     lines = []
     artifact = quantize_artifact(text_export, recipe, tmp_path / "q", report=lines.append)
-    assert [line for line in lines if line.startswith(f"note: weights.algorithm does nothing {UNSEEN}, {SKIPPED}")]
+    assert [line for line in lines if line.startswith(f"note: weights.algorithm does nothing {UNSEEN}, and {SKIP}")]
     assert f"note: calibration.data, calibration.samples do nothing {TEXT}" in lines
     assert "calibration" not in artifact.manifest.lineage
     rounded = quantize_artifact(

@@ -7,6 +7,7 @@ import torch
 
 from tests.search.conftest import TRT, export_to
 from toolchain.artifact import open_artifact
+from toolchain.engine.rules import _other_attention
 from toolchain.errors import DtoolError
 from toolchain.model.load import load_artifact_decoder
 from toolchain.quantize.stage import quantize_artifact
@@ -103,6 +104,19 @@ def test_onnx_runtime_has_no_int4(text_export, base, tmp_path):
         search(text_export, base(), tmp_path / "mix.toml", "kl", 0.1)
 
 
+def test_a_format_that_no_matrix_is_left_is_not_held_against_a_recipe(text_export, base, tmp_path):
+    sections = {
+        "weights": {"format": "int4"},
+        "kv_cache": {"format": "int8", "granularity": "token"},
+        "overrides": [{"match": ["*"], "weights": {"format": "int8"}}],
+    }
+    result = search(text_export, base(**sections), tmp_path / "mix.toml", "kl", 1.0, formats=())
+    assert result.passed
+    sections["overrides"] = [{"match": ["*.mlp.*"], "weights": {"format": "int8"}}]
+    with pytest.raises(DtoolError, match=r"onnxruntime cannot take weights\.format int4"):
+        search(text_export, base(**sections), tmp_path / "no.toml", "kl", 1.0, formats=())
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -122,6 +136,23 @@ def test_what_build_engine_would_refuse_is_refused_at_once(half_export, half, tm
     recipe = half(**(changes | {"engine": TRT | changes.get("engine", {})}))
     with pytest.raises(DtoolError, match=words):
         search(half_export, recipe, tmp_path / "mix.toml", "kl", 0.1, text="no such text")
+
+
+def test_a_head_dim_without_kernels_is_told_by_layer_with_all_that_another_engine_needs(half_export, half, tmp_path):
+    recipe = half(engine=TRT | {"attention": "plugin"})
+    with pytest.raises(DtoolError) as refusal:
+        search(half_export, recipe, tmp_path / "mix.toml", "kl", 0.1, text="no such text")
+    assert refusal.value.found == "head_dim 16 in layer 0"
+    assert refusal.value.fix.startswith("--set engine.attention=native with kv_cache.format none, or export with")
+    assert "compute_dtype float32, weights and cache in int8 or none" in refusal.value.fix
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "softcap", "other"), [(16, 0.0, "native"), (16, 30.0, ""), (50, 0.0, "plugin"), (512, 0.0, "")]
+)
+def test_the_other_attention_is_named_only_where_it_computes_the_model(head_dim, softcap, other):
+    assert other in _other_attention(head_dim, softcap)
+    assert bool(_other_attention(head_dim, softcap)) == bool(other)
 
 
 def test_a_search_for_a_gpu_host_needs_neither_gpu_nor_its_packages(half_export, half, tmp_path, monkeypatch):

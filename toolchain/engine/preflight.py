@@ -1,7 +1,7 @@
 """What can be refused before any work: sizes, targets and libraries here, the rules of the graphs in `rules`."""
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,13 @@ def preflight(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path]
     return targets
 
 
-def check_export(source: Artifact, recipe: Recipe) -> None:
-    """What `preflight` will refuse of what the recipe makes of an export, on a host that has GPU and packages."""
+def check_export(source: Artifact, recipe: Recipe, matrices: Iterable[str]) -> None:
+    """What `preflight` will refuse of what the recipe makes of an export, on a host that has GPU and packages.
+
+    `matrices`: those that are quantized.
+    """
     engine = recipe.engine
-    check_combination(recipe)
+    check_combination(recipe, matrices)
     check_sizes(engine, DecoderConfig.model_validate(source.json("decoder.json")))
     targets = _named_targets(engine)
     if targets and engine.attention == "plugin":
@@ -46,35 +49,40 @@ def check_export(source: Artifact, recipe: Recipe) -> None:
         rule(facts)
 
 
-def check_formats(recipe: Recipe) -> None:
-    """Refuse formats of weights, cache or computing that a target the recipe names does not have."""
+def check_formats(recipe: Recipe, matrices: Iterable[str] | None = None) -> None:
+    """Refuse formats of weights, cache or computing that a target the recipe names does not have.
+
+    `matrices`: those that are quantized, where the model is known.
+    """
     engine = recipe.engine
     if engine.backend == "onnxruntime" or not engine.targets:
         return
     targets = targets_named(engine.targets, engine.backend)
-    for key, fmt in _asked_formats(recipe):
+    for keys, fmt in _asked_formats(recipe, matrices):
+        key = " and ".join(keys)
         require_format(targets, fmt, f"{key} {fmt}", f"leave that target out, or choose another {key}")
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """What `preflight` will refuse, as far as the recipe tells before there is a graph."""
+def check_recipe(recipe: Recipe, matrices: Iterable[str] | None = None) -> None:
+    """What `preflight` will refuse, as far as the recipe and the `matrices` it quantizes tell before a graph does."""
     _targets(recipe.engine)
     require_backend(recipe.engine.backend)
-    check_combination(recipe)
+    check_combination(recipe, matrices)
 
 
-def check_combination(recipe: Recipe) -> None:
+def check_combination(recipe: Recipe, matrices: Iterable[str] | None = None) -> None:
     """Refuse formats that the recipe's backend, attention or targets do not have, on whatever machine."""
-    check_formats(recipe)
-    for refusal in engine_refusals(recipe):
+    check_formats(recipe, matrices)
+    for refusal in engine_refusals(recipe, matrices):
         raise refusal
 
 
-def engine_refusals(recipe: Recipe) -> Iterator[DtoolError]:
-    """The formats of a recipe that its engine cannot take on any target."""
+def engine_refusals(recipe: Recipe, matrices: Iterable[str] | None = None) -> Iterator[DtoolError]:
+    """The formats of a recipe, for these matrices, that its engine cannot take on any target."""
     engine = recipe.engine
     attention = "" if engine.backend == "onnxruntime" else f" with {engine.attention} attention"
-    for key, fmt in _asked_formats(recipe):
+    for keys, fmt in _asked_formats(recipe, matrices):
+        key = " and ".join(keys)
         if engine.backend == "onnxruntime":
             possible, fix = ("float32",) if key == "compute_dtype" else ("none", "int8"), "a TensorRT backend"
         elif key == "compute_dtype":
@@ -88,23 +96,21 @@ def engine_refusals(recipe: Recipe) -> Iterator[DtoolError]:
                 f"engine.backend {engine.backend}{attention} cannot take {key} {fmt}",
                 expected=f"{key} {' or '.join(possible)}",
                 found=fmt,
-                fix=f"--set {key}={possible[-1]}, or use {fix}",
+                fix=" ".join(f"--set {key}={possible[-1]}" for key in keys) + f", or use {fix}",
             )
 
 
-def quantized_notes(recipe: Recipe) -> list[str]:
-    """What to know before quantizing formats that the recipe's engine cannot take."""
+def quantized_notes(recipe: Recipe, matrices: Iterable[str] | None = None) -> list[str]:
+    """What to know before quantizing formats that the recipe's engine cannot take; what no target has is refused."""
+    check_formats(recipe, matrices)
     runs = "parity and generate run the quantized artifact, build-engine will refuse it"
-    return [f"{refusal.problem}: {runs} ({refusal.fix})" for refusal in engine_refusals(recipe)]
+    return [f"{refusal.problem}: {runs} ({refusal.fix})" for refusal in engine_refusals(recipe, matrices)]
 
 
-def _asked_formats(recipe: Recipe) -> list[tuple[str, str]]:
-    """The number formats a recipe asks for, each with its key."""
-    weights: dict[str, str] = {}  # by format: one line for each
-    for at, (settings, _) in zip(recipe.places, recipe.variants, strict=True):
-        weights.setdefault(settings.format, recipe.said_at("weights.format", at))
-    asked = [("compute_dtype", recipe.compute_dtype), *((key, fmt) for fmt, key in weights.items())]
-    return [*asked, ("kv_cache.format", recipe.kv_cache.format)]
+def _asked_formats(recipe: Recipe, matrices: Iterable[str] | None) -> list[tuple[tuple[str, ...], str]]:
+    """The number formats that a recipe makes of a model, each with its keys."""
+    weights = ((keys, fmt) for fmt, keys in recipe.weight_formats(matrices).items())
+    return [(("compute_dtype",), recipe.compute_dtype), *weights, (("kv_cache.format",), recipe.kv_cache.format)]
 
 
 def require_backend(backend: str) -> None:

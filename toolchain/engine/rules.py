@@ -6,6 +6,7 @@ graphs, never at weights, and import no torch.
 """
 
 import importlib.util
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,11 @@ STANDARD_DOMAINS = ("", "ai.onnx")
 FLOAT32_EPS = 1e-6
 HEAD_DIMS = {"native": (16, 256, 8), "plugin": (32, 256, 2)}
 """Smallest, largest and divisor of head_dim by kind of attention; native: as TensorRT-RTX 1.7.1 fuses it."""
+
+EMBEDDED_INSTEAD = (
+    "export with compute_dtype float32, weights and cache in int8 or none, and use engine.backend onnxruntime"
+)
+"""What runs any model."""
 
 RTX_REFUSES = {
     "refit": "its refittable builds need a GPU",
@@ -92,21 +98,40 @@ def _check_attention(facts: Facts) -> None:
     for node in facts.attention_nodes:
         values = node_values(node)
         head_dim, softcap = values.get("head_dim", 0), values.get("softcap", 0.0)
-        if not low <= head_dim <= high or head_dim % step:
-            other = "" if facts.engine.attention == "plugin" else "--set engine.attention=plugin, or "
+        if not _has_kernel(facts.engine.attention, head_dim):
             raise DtoolError(
                 f"{facts.engine.attention} attention has no kernel for head_dim {head_dim}",
                 expected=f"a head_dim from {low} to {high} that {step} divides",
-                found=f"head_dim {head_dim} in {node.name}",
-                fix=f"{other}use engine.backend onnxruntime for this model",
+                found=f"head_dim {head_dim} in {_layer_of(node)}",
+                fix=_other_attention(head_dim, softcap) + EMBEDDED_INSTEAD,
             )
         if softcap and facts.engine.attention == "native":
             raise DtoolError(
                 "native attention cannot cap its scores",
                 expected="attention without a soft cap",
-                found=f"softcap {softcap:g} in {node.name}",
-                fix="--set engine.attention=plugin",
+                found=f"softcap {softcap:g} in {_layer_of(node)}",
+                fix=_other_attention(head_dim, softcap) + EMBEDDED_INSTEAD,
             )
+
+
+def _has_kernel(attention: str, head_dim: int) -> bool:
+    low, high, step = HEAD_DIMS[attention]
+    return low <= head_dim <= high and head_dim % step == 0
+
+
+def _other_attention(head_dim: int, softcap: float) -> str:
+    """The attention that computes what the recipe's cannot, as the beginning of a way out; empty where none does."""
+    if _has_kernel("plugin", head_dim):
+        return "--set engine.attention=plugin, or "
+    if _has_kernel("native", head_dim) and not softcap:
+        return "--set engine.attention=native with kv_cache.format none, or "
+    return ""
+
+
+def _layer_of(node: Any) -> str:
+    """The layer of a node of attention, which an exporter names as it likes."""
+    found = re.search(r"layers\.(\d+)\b", node.name)
+    return f"layer {found[1]}" if found else f"the node {node.name}"
 
 
 def _check_plugin(facts: Facts) -> None:

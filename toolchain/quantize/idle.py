@@ -9,12 +9,14 @@ import fnmatch
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from toolchain.errors import name_list
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.plan import (
     EMBEDDING,
+    FLOAT_EXPERTS,
     HEAD,
     PRODUCT,
+    UNCENTERED_EXPERTS,
+    UNSEEN_NEAREST,
     QuantizePlan,
     in_a_layer,
     is_expert,
@@ -26,6 +28,8 @@ from toolchain.recipe_sections import Activations, Weights
 
 SECTIONS = ("weights", "activations")
 """Those that overrides change by matrix."""
+MIXED = ("qkv_proj", "o_proj")
+"""The matrices of a layer that make, and read, what attention mixes."""
 
 
 def idle_notes(config: DecoderConfig, recipe: Recipe, plan: QuantizePlan, *, calibrates: bool) -> tuple[str, ...]:
@@ -38,18 +42,32 @@ def idle_notes(config: DecoderConfig, recipe: Recipe, plan: QuantizePlan, *, cal
     return tuple(told(place, names, where) for (place, where), names in lines.items())
 
 
+def all_notes(config: DecoderConfig, recipe: Recipe, plan: QuantizePlan, *, calibrates: bool) -> tuple[str, ...]:
+    """The plan's notes and those of idle settings; of two that tell one fact, that of the setting."""
+    idle = idle_notes(config, recipe, plan, calibrates=calibrates)
+    same = {
+        FLOAT_EXPERTS: ("activations.format", _FLOAT_INPUTS),
+        UNCENTERED_EXPERTS: ("activations.center", _NOT_CENTERED),
+        UNSEEN_NEAREST: ("weights.algorithm", _UNSEEN),
+    }
+    twice = tuple(end for end, (key, why) in same.items() if any(key in line and why in line for line in idle))
+    return (*(note for note in plan.notes if not note.endswith(twice)), *idle)
+
+
 def _by_section(recipe: Recipe, plan: QuantizePlan, calibrates: bool) -> Iterator[tuple[str, str, str]]:
     """What was said for the model as a whole and does nothing, with the reason."""
     layers = any(in_a_layer(name) for name in plan.weights)
     caches = recipe.kv_cache.format != "none"
     last = any(map(_ends_a_feed_forward, plan.weights))
+    nothing = "for rounding: no matrix of a layer is quantized"
+    mixed = caches or any(in_a_layer(name) and name.endswith(MIXED) for name in plan.weights)
     unused = {
-        "rotation.stream": None if layers else "for rounding: no matrix of a layer is quantized",
-        "rotation.values": None if layers or caches else "for rounding: no matrix of a layer is quantized",
+        "rotation.stream": None if layers else nothing,
+        "rotation.values": None if mixed else f"for rounding: neither {' nor '.join(MIXED)} nor a cache is quantized",
         "rotation.feed_forward": None if last else f"for rounding: no {PRODUCT} is quantized",
         "calibration.inputs": None if layers else "where no matrix of a layer is quantized",
     }
-    unused |= dict.fromkeys(("smoothing.algorithm", "smoothing.alpha"), unused["rotation.values"])
+    unused |= dict.fromkeys(("smoothing.algorithm", "smoothing.alpha"), None if layers or caches else nothing)
     for section in ("rotation", "smoothing", "calibration"):
         for _, said in recipe.said(section):
             for name, value in said.items():
@@ -75,12 +93,17 @@ def _by_matrix(config: DecoderConfig, recipe: Recipe, plan: QuantizePlan) -> Ite
         for pattern in recipe.overrides[i].match:
             matched = [obstacles[name] for name in fnmatch.filter(obstacles, pattern)]
             found = {why for of_matrix in matched for (at, _, _), why in of_matrix.items() if at == i}
-            if found == {_SKIPPED}:  # what else makes settings idle leaves a format none, which is no setting here
-                yield f"overrides.{i}", f"match {pattern!r}", _SKIPPED
+            if found == {_skipped(recipe)}:  # what else makes settings idle leaves a format none: no setting here
+                yield f"overrides.{i}", f"match {pattern!r}", _skipped(recipe)
 
 
 def _listed(obstacles: Iterable[str | None]) -> str:
-    return name_list(dict.fromkeys(why for why in obstacles if why is not None), 3)
+    """All the reasons, each once; that of a tied head only where it is the one: its matrix has reasons of its own."""
+    reasons = list(dict.fromkeys(why for why in obstacles if why is not None))
+    reasons = [why for why in reasons if why != _TIED] or reasons
+    beside = [why.removeprefix(_BESIDE) for why in reasons if why.startswith(_BESIDE)]
+    others = [why for why in reasons if not why.startswith(_BESIDE)]
+    return ", and ".join([*others, *([_BESIDE + ", ".join(beside)] if beside else [])])
 
 
 def _settings(recipe: Recipe) -> dict[tuple[int | None, str, str], Any]:
@@ -109,7 +132,7 @@ def _hidden(
     weights, activations = pair
     winners = [i for i in later if key in getattr(recipe.overrides[i], section)]
     if winners:
-        return f"beside overrides.{winners[-1]}"
+        return f"{_BESIDE}overrides.{winners[-1]}"
     if getattr(weights if section == "weights" else activations, key) == value:
         return None
     if section == "weights":  # a granularity that does not go with the format
@@ -128,11 +151,12 @@ def _unused(name: str, recipe: Recipe, plan: QuantizePlan) -> dict[str, str]:
             value = getattr(final[of], key)
             if value not in values:
                 found |= {f"{section}.{n}": f"with {needed} {value}" for n in names if f"{section}.{n}" not in found}
-    return _of_its_place(name, weights, activations, plan) | found
+    return _of_its_place(name, recipe, plan) | found
 
 
-def _of_its_place(name: str, weights: Weights, activations: Activations, plan: QuantizePlan) -> dict[str, str]:
+def _of_its_place(name: str, recipe: Recipe, plan: QuantizePlan) -> dict[str, str]:
     """By key, what calibration and the graph do not do for a matrix of this place, or with one scale for a matrix."""
+    weights, activations = recipe.of_matrix(name)
     reasons: dict[str, str] = {}
     if not is_watched(name):
         unseen = ("algorithm", "refinements") if weights.algorithm == "gptq" else ("refinements",)
@@ -143,10 +167,10 @@ def _of_its_place(name: str, weights: Weights, activations: Activations, plan: Q
     if name not in plan.centered:
         reasons["activations.center"] = _NOT_CENTERED
     if not _ends_a_feed_forward(name):
-        reasons["activations.excess_channels"] = f"but at {PRODUCT}"
+        reasons["activations.excess_channels"] = f"elsewhere than at {PRODUCT}"
     if activations.format != "none" and name not in plan.rounded:
         rounding = ("format", "granularity", "excess_channels")
-        reasons |= {f"activations.{key}": _input_stays(name) for key in rounding}
+        reasons |= {f"activations.{key}": _input_stays(name, recipe) for key in rounding}
     return reasons
 
 
@@ -154,27 +178,40 @@ def _ends_a_feed_forward(name: str) -> bool:
     return in_a_layer(name) and name.endswith(f".{PRODUCT}")
 
 
-_SKIPPED = "where weights.skip leaves matrices in float"
+_BESIDE = "beside "
+_TIED = f"for {HEAD}, which is the tied {EMBEDDING}"
 _UNSEEN = "for the head, the embedding and experts, whose inputs are not seen"
+_FLOAT_INPUTS = "for experts, whose inputs stay in float"
 _NOT_CENTERED = "for the head, the embedding and experts, whose inputs are not centered"
 
 
-def _input_stays(name: str) -> str:
+def _skipped(recipe: Recipe) -> str:
+    return f"where {_skip_of(recipe, 'weights')} leaves matrices in float"
+
+
+def _skip_of(recipe: Recipe, section: str) -> str:
+    """The key of a section's `skip`, with what it holds where nobody wrote it."""
+    settings: Weights | Activations = getattr(recipe, section)
+    default = "" if "skip" in settings.model_fields_set else f" (by default {' and '.join(settings.skip)})"
+    return f"{section}.skip{default}"
+
+
+def _input_stays(name: str, recipe: Recipe) -> str:
     """Why the input of a product is not rounded although its settings say so."""
     if name == EMBEDDING:
         return f"for {EMBEDDING}, which reads no activations"
     if is_expert(name):
-        return "for experts, whose inputs stay in float"
-    return "where activations.skip leaves inputs in float"
+        return _FLOAT_INPUTS
+    return f"where {_skip_of(recipe, 'activations')} leaves inputs in float"
 
 
 def _left_out(name: str, weights: Weights, recipe: Recipe, plan: QuantizePlan) -> dict[str, str]:
     """Why nothing said of a matrix is used, by key: it stays in float, or is another one."""
     fields = [f"weights.{key}" for key in Weights.model_fields]
     if name == HEAD and name not in plan.weights and name not in plan.skipped:
-        return dict.fromkeys(fields, f"for {HEAD}, which is the tied {EMBEDDING}")
+        return dict.fromkeys(fields, _TIED)
     if name in plan.weights or weights.format == "none":
         return {}
     skips = any(fnmatch.fnmatchcase(name, pattern) for pattern in recipe.weights.skip)
-    why = _SKIPPED if skips else "where the tied matrix stays in float"
+    why = _skipped(recipe) if skips else "where the tied matrix stays in float"
     return dict.fromkeys((*fields, *(f"activations.{key}" for key in Activations.model_fields)), why)

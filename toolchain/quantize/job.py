@@ -9,7 +9,7 @@ from toolchain.errors import DtoolError
 from toolchain.model.caches import CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.cache import plan_caches
-from toolchain.quantize.idle import idle_notes
+from toolchain.quantize.idle import all_notes
 from toolchain.quantize.plan import QuantizePlan, plan_quantization
 from toolchain.quantize.stored import StoredScales, needs_calibration, open_stored
 from toolchain.recipe import Recipe
@@ -58,7 +58,7 @@ class Job:
     def notes(self) -> tuple[str, ...]:
         """What a person should know of the plan before the work."""
         stored = () if self.stored is None else self.stored.notes
-        return self.plan.notes + stored + idle_notes(self.config, self.recipe, self.plan, calibrates=self.calibrates)
+        return stored + all_notes(self.config, self.recipe, self.plan, calibrates=self.calibrates)
 
 
 def plan_job(exported: Artifact, recipe: Recipe) -> Job:
@@ -98,5 +98,18 @@ def check_work(recipe: Recipe, plan: QuantizePlan, caches: tuple[CacheFormat, ..
             "the recipe quantizes nothing",
             expected="a matrix or a cache that weights.skip, kv_cache.skip and overrides leave to be quantized",
             found="all of them left out",
-            fix="leave out less, or --set weights.format=none --set kv_cache.format=none for an engine in float",
+            fix=f"leave out less; for an engine in float run neither this stage nor a search, and give `dtool run`, or "
+            f"`dtool build-engine` of the export, {_in_float(recipe)}",
         )
+
+
+def _in_float(recipe: Recipe) -> str:
+    """The changes that leave a recipe, whose caches are float already, with no formats."""
+    changed = {
+        "weights.format=none": recipe.weights.format != "none",
+        "weights.granularity=channel": recipe.weights.granularity == "group",
+        "activations.format=none": recipe.activations.format != "none",
+        "activations.excess_channels=0": recipe.activations.excess_channels > 0,
+        "'overrides=[]'": bool(recipe.overrides),
+    }
+    return " ".join(f"--set {change}" for change, needed in changed.items() if needed)

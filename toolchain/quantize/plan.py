@@ -13,6 +13,9 @@ from toolchain.recipe_sections import Activations, Weights
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 PRODUCT = "mlp.down_proj"
 """The last product of a layer's dense feed-forward, by its name in the layer."""
+FLOAT_EXPERTS = "the inputs of experts stay in float; their weights are quantized"
+UNCENTERED_EXPERTS = "the inputs of experts are not centered"
+UNSEEN_NEAREST = "whose inputs are not seen: rounded to the nearest"
 INT4_GROUPS = (128, 64, 32)
 """Group sizes that compilers take, largest first."""
 
@@ -84,6 +87,7 @@ def plan_quantization(config: DecoderConfig, recipe: Recipe) -> QuantizePlan:
     rounded = _rounded(recipe, asked, skipped, notes)
     groups = _int4_groups(config, weights, notes)
     centered = _centered(asked, weights, notes)
+    notes += _unseen(weights)
     return QuantizePlan(weights, rounded, tuple(sorted(skipped | set(kept_in_float))), groups, tuple(notes), centered)
 
 
@@ -93,7 +97,7 @@ def _rounded(
     """The products whose input is rounded; an expert's stays in float."""
     wanted = {name for name, (_, activations) in asked.items() if activations.format != "none"} - skipped
     if any(map(is_expert, wanted)):
-        notes.append("the inputs of experts stay in float; their weights are quantized")
+        notes.append(FLOAT_EXPERTS)
     products = [name for name in asked if name != EMBEDDING and not is_expert(name)]
     kept = match_patterns("activations.skip", recipe.activations.skip, products) if wanted else set()
     return {name: asked[name][1] for name in products if name in wanted - kept}
@@ -104,8 +108,16 @@ def _centered(
 ) -> tuple[str, ...]:
     wanted = [name for name in weights if asked[name][1].center and name != EMBEDDING]
     if any(map(is_expert, wanted)):
-        notes.append("the inputs of experts are not centered")
+        notes.append(UNCENTERED_EXPERTS)
     return tuple(filter(is_watched, wanted))
+
+
+def _unseen(weights: dict[str, Weights]) -> list[str]:
+    """Which matrices GPTQ is asked for and passes over."""
+    passed = [name for name, w in weights.items() if w.algorithm == "gptq" and not is_watched(name)]
+    kinds = {"the head": HEAD in passed, "the embedding": EMBEDDING in passed, "experts": any(map(is_expert, passed))}
+    named = [kind for kind, there in kinds.items() if there]
+    return [f"no GPTQ for {', '.join(named)}, {UNSEEN_NEAREST}"] if named else []
 
 
 def _int4_groups(config: DecoderConfig, weights: dict[str, Weights], notes: list[str]) -> dict[str, int]:
@@ -149,7 +161,7 @@ def match_patterns(key: str, patterns: Iterable[str], names: list[str], what: st
             raise DtoolError(
                 f"{key} {pattern!r} matches no {what}",
                 expected=f"the name of a {what} or a glob pattern",
-                found=pattern,
+                found=pattern or "an empty name",
                 fix=did_you_mean(pattern, names),
             )
         found |= set(matched)

@@ -23,7 +23,7 @@ from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES
 from toolchain.model.caches import describe_caches
 from toolchain.model.config import DecoderConfig
-from toolchain.quantize.job import WEIGHTS, Job, plan_job
+from toolchain.quantize.job import WEIGHTS, Job, plan_job, plan_recipe
 from toolchain.recipe import Recipe, find_data
 from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor_bytes, write_stream
 
@@ -75,6 +75,12 @@ def quantize_artifact(
     if job.progress is not None:
         job.progress.remove()
     return open_artifact(out, (STAGE,), check_hashes=False)
+
+
+def quantized_matrices(exported: Artifact, recipe: Recipe) -> tuple[str, ...]:
+    """The matrices of an export that a recipe quantizes. Raises DtoolError as `plan_recipe`."""
+    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    return tuple(plan_recipe(config, recipe, str(exported.manifest.details["compute_dtype"]))[0].weights)
 
 
 def quantize_key(exported: Artifact, recipe: Recipe) -> str:

@@ -60,7 +60,8 @@ def base_format(recipe: Recipe) -> str:
 def choose_formats(recipe: Recipe, asked: Iterable[str]) -> tuple[str, ...]:
     """The formats to choose from, the base recipe's first; without any asked for, all that make sense beside it.
 
-    Raises DtoolError for a name that is none, and for a format the recipe's engine cannot take.
+    Raises DtoolError for a name that is none, and for a format the recipe's engine cannot take; whether it takes the
+    base recipe's own, which overrides may leave to no matrix, is told by `check_export`.
     """
     base, asked = base_format(recipe), tuple(dict.fromkeys(asked))
     for fmt in asked:
@@ -82,7 +83,7 @@ def choose_formats(recipe: Recipe, asked: Iterable[str]) -> tuple[str, ...]:
             found=base,
             fix="name others with --formats, or take an engine that has more: --set engine.backend=tensorrt-rtx",
         )
-    for fmt in formats:
+    for fmt in asked:
         reason = lacking(fmt, recipe.engine)
         if reason:
             raise DtoolError(
