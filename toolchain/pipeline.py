@@ -171,9 +171,9 @@ def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False)
     from toolchain.quantize.stored import check_scheme, needs_calibration
 
     check_folder(out)
-    check_recipe(recipe)
     checkpoint = open_checkpoint(model, recipe.context_len)
     plan, _ = plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
+    check_recipe(recipe, plan.weights)
     find_data(recipe.parity.data)
     check_scheme(None if checkpoint.foreign is None else checkpoint.foreign.scheme, recipe)
     measures = needs_calibration(recipe, plan, checkpoint.config, None)

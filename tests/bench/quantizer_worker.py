@@ -3,7 +3,8 @@
 Quantizes MODEL (a Hugging Face folder for a peer, an export for a case of ours) with WORK/calibration.npy, then
 measures it on WORK/evaluation.npy against float32's WORK/references.npy. Prints one line of JSON: {"version",
 "wall_s", "cpu_s", "peak_bytes", "nll", "kl"}, the seconds and the peak resident bytes those of quantizing alone,
-without loading a peer's model and without measuring; nll and kl by block. Runs in each side's environment.
+without imports, without loading a peer's model and without measuring; nll and kl by block. Runs in each side's
+environment.
 """
 
 import contextlib
@@ -109,6 +110,7 @@ def ours(case: str, export: Path, work: Path, samples: int):
 
     from toolchain.artifact import open_artifact
     from toolchain.model.load import load_artifact_decoder
+    from toolchain.quantize import qdq, stream  # noqa: F401 - before the clock starts, as the peers' modules are
     from toolchain.quantize.stage import quantize_artifact
     from toolchain.recipe import parse_recipe
 
