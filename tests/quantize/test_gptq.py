@@ -8,6 +8,7 @@ import torch
 from toolchain.errors import DtoolError
 from toolchain.numerics import dequantize, quantize, scale_from_amax
 from toolchain.quantize import gptq
+from toolchain.quantize.findings import describe_matrix, warnings
 from toolchain.quantize.gptq import refine, round_with_hessian, search_scale
 from toolchain.quantize.rounding import round_matrix
 from toolchain.recipe_sections import Weights
@@ -20,6 +21,10 @@ def problem(seed, out=24, width=64, tokens=400):
     inputs = torch.randn(tokens, width, generator=generator) @ (mixing + torch.eye(width))
     inputs *= 1 + 10 * (torch.rand(width, generator=generator) > 0.95)
     return torch.randn(out, width, generator=generator), inputs.T @ inputs
+
+
+def rounded(weight, hessian, scale, fmt):
+    return round_with_hessian(weight, hessian, scale, fmt)[0]
 
 
 def loss(weight, shown, hessian):
@@ -47,7 +52,7 @@ def oracle(weight, hessian, scale_OI, fmt):
 def test_rounding_equals_optimal_brain_quantization_column_by_column(fmt, group):
     weight, hessian = problem(0)
     scale_OG = search_scale(weight, fmt, group, hessian_II=hessian)
-    ours = round_with_hessian(weight, hessian, scale_OG, fmt)
+    ours = rounded(weight, hessian, scale_OG, fmt)
     theirs = oracle(weight, hessian, scale_OG.repeat_interleave(group, 1), fmt)
     same = (ours - theirs).abs() <= 1e-4
     assert float(same.float().mean()) > 0.99  # a value on an edge may fall to the other side
@@ -58,7 +63,7 @@ def test_rounding_equals_optimal_brain_quantization_column_by_column(fmt, group)
 def test_every_value_is_a_code_of_its_group_and_the_output_errs_less_than_by_rounding(fmt):
     weight, hessian = problem(1)
     scale_OG = scale_from_amax(weight.unflatten(-1, (-1, 32)).abs().amax(-1), fmt)
-    ours = round_with_hessian(weight, hessian, scale_OG, fmt).unflatten(-1, (-1, 32))
+    ours = rounded(weight, hessian, scale_OG, fmt).unflatten(-1, (-1, 32))
     assert torch.equal(dequantize(quantize(ours, scale_OG[..., None], fmt), scale_OG[..., None]), ours)
     groups = weight.unflatten(-1, (-1, 32))
     nearest = dequantize(quantize(groups, scale_OG[..., None], fmt), scale_OG[..., None])
@@ -88,17 +93,35 @@ def test_inputs_that_never_come_and_few_tokens_are_borne():
     weight, _ = problem(3)
     inputs = torch.randn(5, 64)  # fewer tokens than inputs: singular
     inputs[:, 10] = 0
-    shown = round_with_hessian(weight, inputs.T @ inputs, search_scale(weight, "int4", 32), "int4")
+    shown = rounded(weight, inputs.T @ inputs, search_scale(weight, "int4", 32), "int4")
     assert bool(torch.isfinite(shown).all())
-    unseen = round_with_hessian(weight, torch.zeros(64, 64), search_scale(weight, "int8", 64), "int8")
+    unseen = rounded(weight, torch.zeros(64, 64), search_scale(weight, "int8", 64), "int8")
     assert float((unseen - weight).abs().max()) < 0.05  # nothing is known: the nearest
+
+
+def test_what_cannot_be_factored_is_damped_ten_times_more_and_it_is_told():
+    """Moments with a negative direction of a twentieth of their mean: rounding leaves such."""
+    weight, _ = problem(5)
+    basis = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(5))).Q
+    sizes = torch.ones(64)
+    scale = search_scale(weight, "int8", 64)
+    assert round_with_hessian(weight, basis @ torch.diag(sizes) @ basis.mT, scale, "int8")[1] == gptq.DAMPING
+    sizes[0] = -0.05
+    shown, damping = round_with_hessian(weight, basis @ torch.diag(sizes) @ basis.mT, scale, "int8")
+    assert damping == 10 * gptq.DAMPING
+    assert float((shown - weight).abs().max()) < 0.1
+    how = Weights(format="int8", algorithm="gptq")
+    found = round_matrix(weight, how, hessian_II=basis @ torch.diag(sizes) @ basis.mT)
+    row = describe_matrix("m", how, None, weight, found, None, torch.float32)
+    (told,) = warnings([row], {}, "float32")
+    assert told.startswith("m: GPTQ could factor its second moments only with 0.1 times their mean diagonal added, not")
 
 
 def test_moments_that_are_not_finite_are_refused():
     weight, hessian = problem(4)
     hessian[3, 3] = float("nan")
     with pytest.raises(DtoolError, match="not finite"):
-        round_with_hessian(weight, hessian, search_scale(weight, "int8", 64), "int8")
+        rounded(weight, hessian, search_scale(weight, "int8", 64), "int8")
 
 
 def test_a_channel_of_zeros_stays_zero():
@@ -127,7 +150,7 @@ def test_the_report_tells_the_loss_of_weights_and_outputs():
 def test_refining_lowers_the_damped_error_every_round(fmt, group):
     weight, hessian = problem(7)
     scale = search_scale(weight, fmt, group, hessian_II=hessian)
-    shown = round_with_hessian(weight, hessian, scale, fmt)
+    shown = rounded(weight, hessian, scale, fmt)
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(64)
     losses = [loss(weight, shown, damped)]
     for _ in range(3):
@@ -144,7 +167,7 @@ def test_one_pass_of_descent_leaves_no_single_code_to_better():
     """The last column visited is at its optimum: no other code of it lowers the error."""
     weight, hessian = problem(8)
     scale = search_scale(weight, "int4", 32, hessian_II=hessian)
-    shown = round_with_hessian(weight, hessian, scale, "int4")
+    shown = rounded(weight, hessian, scale, "int4")
     shown, scale = refine(weight, shown, hessian, scale, "int4")
     damped = (hessian + 0.01 * hessian.diagonal().mean() * torch.eye(64)).double()
 
@@ -163,7 +186,7 @@ def test_groups_of_zeros_keep_their_scale_and_scales_are_values_of_the_half_type
     weight, hessian = problem(9)
     weight[5, 32:] = 0
     scale = search_scale(weight, "int4", 32, held_in=torch.float16)
-    shown = round_with_hessian(weight, hessian, scale, "int4")
+    shown = rounded(weight, hessian, scale, "int4")
     shown, found = refine(weight, shown, hessian, scale, "int4", held_in=torch.float16)
     assert torch.equal(found, found.half().float())
     assert bool((found > 0).all())
@@ -174,13 +197,13 @@ def test_groups_of_zeros_keep_their_scale_and_scales_are_values_of_the_half_type
 def test_a_matrix_taken_in_parts_and_rounds_taken_together_give_the_same_bits(fmt, group, monkeypatch):
     weight, hessian = problem(8, out=48)
     scale = search_scale(weight, fmt, group, hessian_II=hessian)
-    shown = round_with_hessian(weight, hessian, scale, fmt)
+    shown = rounded(weight, hessian, scale, fmt)
     first, first_scale = refine(weight, shown, hessian, scale, fmt)
     apart = refine(weight, first, hessian, first_scale, fmt)
     monkeypatch.setattr(gptq, "CACHED", 16 * 64)
     monkeypatch.setattr(gptq, "REUSED", 16 * 64)
     monkeypatch.setattr(gptq, "HELD", 32 * 64)
     assert torch.equal(search_scale(weight, fmt, group, hessian_II=hessian), scale)
-    assert torch.equal(round_with_hessian(weight, hessian, scale, fmt), shown)
+    assert torch.equal(rounded(weight, hessian, scale, fmt), shown)
     together = refine(weight, shown, hessian, scale, fmt, rounds=2)
     assert all(torch.equal(a, b) for a, b in zip(together, apart, strict=True))

@@ -11,6 +11,7 @@ import torch
 
 from toolchain.formats import format_named
 from toolchain.numerics import CODE_RANGE, smallest_scale
+from toolchain.quantize.gptq import DAMPING
 from toolchain.recipe_sections import Activations, Weights
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def describe_matrix(
         "weight_sqnr_db": rounded.weight_sqnr_db,
         "output_sqnr_db": rounded.output_sqnr_db,
         "clipped_share": rounded.clipped_share,
+        "damping": rounded.damping,
         "input_amax": None if seen is None else float(seen.amax.max()),
         "input_outlier_ratio": float(seen.amax.max()) / typical if seen is not None and typical else None,
         "input_dead": None if seen is None else bool(seen.tokens and not float(seen.amax.max())),
@@ -65,6 +67,11 @@ def warnings(rows: Iterable[Mapping[str, Any]], rounded: Mapping[str, Activation
             found.append(
                 f"{name}: {count} scales are below what {held_in} holds, and what they scale becomes zero; "
                 "export with compute_dtype float32 or bfloat16"
+            )
+        if (row["damping"] or 0.0) > DAMPING:
+            found.append(
+                f"{name}: GPTQ could factor its second moments only with {row['damping']:g} times their mean diagonal "
+                f"added, not {DAMPING:g}: more calibration text, or another kind, makes them regular"
             )
         if row["input_dead"]:
             found.append(f"{name}: its input was zero on all of the calibration text; its scale is a default")

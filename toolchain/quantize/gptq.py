@@ -91,16 +91,16 @@ def _diagonal_blocks(hessian_II: torch.Tensor, size: int) -> torch.Tensor:
 
 def round_with_hessian(
     weight_OI: torch.Tensor, hessian_II: torch.Tensor, scale_OG: torch.Tensor, fmt: str
-) -> torch.Tensor:
-    """The matrix [O, I] that codes with these scales stand for, rounded so that the outputs err least.
+) -> tuple[torch.Tensor, float]:
+    """The matrix [O, I] that codes with these scales stand for, rounded so that the outputs err least; the damping.
 
     Raises DtoolError when the Hessian cannot be factored.
     """
     order = torch.argsort(hessian_II.diagonal(), descending=True)
-    upper_II = _inverse_factor(hessian_II, order)
+    upper_II, damping = _inverse_factor(hessian_II, order)
     rows = _rows(HELD, weight_OI)
     parts = zip(weight_OI.split(rows), scale_OG.split(rows), strict=True)
-    return torch.cat([_round_rows(weight, upper_II, order, scale, fmt) for weight, scale in parts])
+    return torch.cat([_round_rows(weight, upper_II, order, scale, fmt) for weight, scale in parts]), damping
 
 
 def _round_rows(
@@ -220,8 +220,8 @@ def _nearest(x: torch.Tensor, scale: torch.Tensor, fmt: str) -> torch.Tensor:
     return (x / scale).round_().clamp_(*CODE_RANGE[fmt]).mul_(scale)
 
 
-def _inverse_factor(hessian_II: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of a damped H, its channels in this order."""
+def _inverse_factor(hessian_II: torch.Tensor, order: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The upper Cholesky factor of the inverse of a damped H, its channels in this order, and the damping it took."""
     if lost := int((~torch.isfinite(hessian_II)).sum()):
         raise DtoolError(
             "the calibration's second moments are not finite",
@@ -235,14 +235,14 @@ def _inverse_factor(hessian_II: torch.Tensor, order: torch.Tensor) -> torch.Tens
         matrix_II = hessian_II.mT[order][:, order]
         mean = float(matrix_II.diagonal().mean())
         if mean == 0:
-            return torch.eye(hessian_II.shape[0])
+            return torch.eye(hessian_II.shape[0]), damping
         matrix_II = matrix_II.double().mT  # by columns, as LAPACK wants it: the three steps are done in place
         matrix_II.diagonal().add_(damping * mean)
         torch.linalg.cholesky_ex(matrix_II, out=(matrix_II, fault))
         torch.cholesky_inverse(matrix_II, out=matrix_II)
         torch.linalg.cholesky_ex(matrix_II, upper=True, out=(matrix_II, fault_above))
         if not int(fault) and not int(fault_above):
-            return matrix_II.to(torch.float32, memory_format=torch.contiguous_format)
+            return matrix_II.to(torch.float32, memory_format=torch.contiguous_format), damping
         damping *= 10
     raise DtoolError(
         "the calibration's second moments cannot be factored",

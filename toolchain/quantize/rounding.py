@@ -19,7 +19,10 @@ from toolchain.recipe_sections import Weights
 
 @dataclass(frozen=True, slots=True)
 class RoundedMatrix:
-    """Codes and scales as they are stored, the float32 matrix [O, I] they stand for, and the row of the report."""
+    """Codes and scales as they are stored, the float32 matrix [O, I] they stand for, and the row of the report.
+
+    `damping`: the share of its mean diagonal that GPTQ added to H; None without GPTQ.
+    """
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -27,6 +30,7 @@ class RoundedMatrix:
     weight_sqnr_db: float
     output_sqnr_db: float | None
     clipped_share: float
+    damping: float | None = None
 
 
 def round_matrix(
@@ -47,9 +51,9 @@ def round_matrix(
     """
     weight_OI, fmt = weight_OI.float(), weights.format
     width = group_size or weight_OI.shape[1]
-    scale_OG = _scales(weight_OI, weights, parts, width, held_in, hessian_II)
+    scale_OG, damping = _scales(weight_OI, weights, parts, width, held_in, hessian_II), None
     if weights.algorithm == "gptq" and hessian_II is not None:
-        shown_OI = round_with_hessian(weight_OI, hessian_II, scale_OG, fmt)
+        shown_OI, damping = round_with_hessian(weight_OI, hessian_II, scale_OG, fmt)
         if weights.refinements and weights.granularity != "tensor":
             rounds = weights.refinements
             shown_OI, scale_OG = refine(weight_OI, shown_OI, hessian_II, scale_OG, fmt, rounds=rounds, held_in=held_in)
@@ -69,6 +73,7 @@ def round_matrix(
         weight_sqnr_db=decibels(weight_OI.square().sum(), (weight_OI - shown_OI).square().sum()),
         output_sqnr_db=None if hessian_II is None else _output_sqnr(weight_OI, shown_OI, hessian_II),
         clipped_share=float(clipped),
+        damping=damping,
     )
 
 
