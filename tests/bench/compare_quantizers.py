@@ -1,7 +1,7 @@
 """Our quantizers against ModelOpt and llm-compressor: one model, one text, one run, in turns. Not a test.
 
     python tests/bench/compare_quantizers.py --export EXPORT --model HF_FOLDER --work DIR
-        [--modelopt-python PATH] [--llmcompressor-python PATH] [--case PEER=OURS,... ...] [--rounds N]
+        [--modelopt-python PATH] [--llmcompressor-python PATH] [--case PEER=OURS,... ...] [--rounds N] [--our-samples N]
 
 EXPORT is HF_FOLDER's float32 export. The peers' interpreters are those of environments of their own (in one
 `pip install torch==2.13.0 transformers requests nvidia-modelopt`, in the other `torch==2.13.0 llmcompressor`); a peer
@@ -71,6 +71,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=12, help="held-out blocks")
     parser.add_argument("--samples", type=int, default=16, help="of calibration, of 512 tokens each")
+    parser.add_argument("--our-samples", type=int, help="of them ours takes so many, the first; by default all")
     options = parser.parse_args()
     options.pairs = PAIRS
     if options.case:
@@ -107,6 +108,8 @@ def run(options: argparse.Namespace, case: str) -> dict:
     python = options.pythons.get(case, sys.executable)
     model = options.model if case in options.pythons else options.export
     command = [python, str(WORKER), case, str(model.resolve()), str(options.work.resolve())]
+    if case not in options.pythons and options.our_samples:
+        command.append(str(options.our_samples))
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=options.work)
     if done.returncode:
@@ -141,7 +144,8 @@ def loss_table(rows: list[dict], options: argparse.Namespace) -> Table:
     columns = ("case", "rise (nats)", "+-", "KL (nats)", "rise over the peer's", "+-")
     keys = ("rise", "rise_error", "kl", "difference", "difference_error")
     lines = tuple((row["case"], *(f"{row[key]:.4f}" for key in keys)) for row in rows)
-    note = f"{options.blocks} held-out blocks of 512 tokens, {options.samples} of calibration"
+    ours = f", of which ours took {options.our_samples}" if options.our_samples else ""
+    note = f"{options.blocks} held-out blocks of 512 tokens, {options.samples} of calibration{ours}"
     return Table("What it loses", columns, lines, note)
 
 

@@ -1,6 +1,7 @@
-"""`python quantizer_worker.py CASE MODEL WORK`: one quantizer of compare_quantizers.py, in a process of its own.
+"""`python quantizer_worker.py CASE MODEL WORK [SAMPLES]`: one quantizer of compare_quantizers.py, alone in a process.
 
-Quantizes MODEL (a Hugging Face folder for a peer, an export for a case of ours) with WORK/calibration.npy, then
+Quantizes MODEL (a Hugging Face folder for a peer, an export for a case of ours) with WORK/calibration.npy, ours with
+the first SAMPLES of it, then
 measures it on WORK/evaluation.npy against float32's WORK/references.npy. Prints one line of JSON: {"version",
 "wall_s", "cpu_s", "peak_bytes", "nll", "kl"}, the seconds and the peak resident bytes those of quantizing alone,
 without imports, without loading a peer's model and without measuring; nll and kl by block. Runs in each side's
@@ -35,7 +36,7 @@ def main() -> None:
         elif case == LLMCOMPRESSOR:
             found, logits = llmcompressor(model, calibration)
         else:
-            found, logits = ours(case, model, work, len(calibration))
+            found, logits = ours(case, model, work, int(sys.argv[4]) if sys.argv[4:] else len(calibration))
         found |= losses(logits, work)
     print(json.dumps(found))
 
