@@ -43,7 +43,7 @@ class Question:
         stored: Mapping[str, TensorEntry] | None = None,
     ) -> dict[str, Any]:
         """The account of a model, whose own formats and stored tensors stand in for a format not asked for."""
-        own = stored if stored and not self.weights else {}
+        lengths = {name: entry.length for name, entry in (stored or {}).items()}
         setting = make_setting(
             config,
             self.context,
@@ -51,7 +51,7 @@ class Question:
             self.weights or weights,
             self.cache,
             layer_caches=caches,
-            stored=stored_bytes({name: entry.length for name, entry in own.items()}) if own else None,
+            stored=stored_bytes(lengths) if lengths and not self.weights else None,
         )
         return account(config, setting, gpus_named(self.gpus))
 

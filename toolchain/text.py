@@ -310,6 +310,18 @@ def _conversation(tokenizer: Tokenizer, messages: Any, refuse: Callable[[str], D
         raise refuse(error.found) from error
 
 
+def check_ids(ids: Array, vocab_size: int, folder: Path, data: str) -> None:
+    """Refuse ids, made of the text `data` by the tokenizer in `folder`, that a model of `vocab_size` rows lacks."""
+    largest = int(ids.max())
+    if largest >= vocab_size:
+        raise DtoolError(
+            f"the tokenizer of {folder} is not the model's",
+            expected=f"ids below {vocab_size}, the rows of the embedding",
+            found=f"id {largest} in {data}",
+            fix="copy the tokenizer's files again, all from one model",
+        )
+
+
 def token_blocks(
     texts: Sequence[Passage],
     tokenizer: Tokenizer,

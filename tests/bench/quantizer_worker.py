@@ -1,11 +1,10 @@
 """`python quantizer_worker.py CASE MODEL WORK [SAMPLES]`: one quantizer of compare_quantizers.py, alone in a process.
 
 Quantizes MODEL (a Hugging Face folder for a peer, an export for a case of ours) with WORK/calibration.npy, ours with
-the first SAMPLES of it, then
-measures it on WORK/evaluation.npy against float32's WORK/references.npy. Prints one line of JSON: {"version",
-"wall_s", "cpu_s", "peak_bytes", "nll", "kl"}, the seconds and the peak resident bytes those of quantizing alone,
-without imports, without loading a peer's model and without measuring; nll and kl by block. Runs in each side's
-environment.
+the first SAMPLES of it, then measures it on WORK/evaluation.npy against float32's WORK/references.npy. Prints one
+line of JSON: {"version", "wall_s", "cpu_s", "peak_bytes", "nll", "kl"}, the seconds and the peak resident bytes those
+of quantizing alone, without imports, without loading a peer's model and without measuring; nll and kl by block. Runs
+in each side's environment.
 """
 
 import contextlib

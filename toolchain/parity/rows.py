@@ -13,7 +13,7 @@ from toolchain.parity.kv_contract import CAPACITY
 from toolchain.recipe import find_data
 from toolchain.recipe_sections import Parity
 from toolchain.runners.runner import Limits
-from toolchain.text import has_tokenizer, load_tokenizer, read_texts, token_blocks
+from toolchain.text import check_ids, has_tokenizer, load_tokenizer, read_texts, token_blocks
 
 Array = np.ndarray[Any, Any]
 TEXT_SEED = 0
@@ -100,13 +100,7 @@ def held_out_ids(folder: Path, parity: Parity, seq_len: int, config: DecoderConf
         return np.random.default_rng(TEXT_SEED).integers(0, config.vocab_size, shape, np.int64), RANDOM
     tokenizer, texts = load_tokenizer(folder), read_texts(find_data(parity.data))
     blocks = token_blocks(texts, tokenizer, blocks=parity.blocks, seq_len=seq_len, seed=TEXT_SEED)
-    if int(blocks.max()) >= config.vocab_size:
-        raise DtoolError(
-            f"the tokenizer of {folder} is not the model's",
-            expected=f"ids below {config.vocab_size}, the rows of the embedding",
-            found=f"id {int(blocks.max())} in {parity.data}",
-            fix="copy the tokenizer's files again, all from one model",
-        )
+    check_ids(blocks, config.vocab_size, folder, parity.data)
     return blocks, f"{parity.data}: {name_list(sorted({t.kind for t in texts}))}"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from toolchain.errors import DtoolError
 from toolchain.model.config import DecoderConfig
 from toolchain.recipe import Recipe, find_data
-from toolchain.text import load_tokenizer, read_texts, token_blocks
+from toolchain.text import check_ids, load_tokenizer, read_texts, token_blocks
 
 
 def calibration_blocks(folder: Path, recipe: Recipe, config: DecoderConfig) -> Any:
@@ -26,11 +26,5 @@ def calibration_blocks(folder: Path, recipe: Recipe, config: DecoderConfig) -> A
     data, tokenizer = find_data(c.data), load_tokenizer(folder)
     texts = read_texts(data, tokenizer if c.chat else None)
     blocks = token_blocks(texts, tokenizer, blocks=c.samples, seq_len=c.seq_len, seed=c.seed)
-    if int(blocks.max()) >= config.vocab_size:
-        raise DtoolError(
-            f"the tokenizer of {folder} is not the model's",
-            expected=f"ids below {config.vocab_size}, the rows of the embedding",
-            found=f"id {int(blocks.max())} in {c.data}",
-            fix="copy the tokenizer's files again, all from one model",
-        )
+    check_ids(blocks, config.vocab_size, folder, c.data)
     return blocks

@@ -75,8 +75,7 @@ def plan_recipe(
     """What a recipe does to each matrix and each cache of a model.
 
     Raises DtoolError for a recipe that asks for codes and leaves everything out, patterns that match nothing, groups
-    that cut no matrix, and bases or keys' factors that are
-    no identity for the model: all that shapes alone tell.
+    that cut no matrix, and bases or keys' factors that are no identity for the model: all that shapes alone tell.
     """
     plan, caches = plan_quantization(config, recipe), plan_caches(config, recipe, compute_dtype)
     check_work(recipe, plan, caches)

@@ -39,7 +39,7 @@ from toolchain.quantize.job import Job
 from toolchain.quantize.keys import smooth_keys
 from toolchain.quantize.layer import embedded_text, fill, load_layer, run_layer
 from toolchain.quantize.layer_smoothing import smooth_layer
-from toolchain.quantize.plan import QuantizePlan
+from toolchain.quantize.plan import QuantizePlan, is_expert
 from toolchain.quantize.progress import time_span
 from toolchain.quantize.rotation import rotate_feed_forward, rotate_stream, rotate_values, rotation_matrix
 from toolchain.quantize.seen import Seen, WalkedLayer, nothing_seen
@@ -169,7 +169,7 @@ def watched_products(entries: Mapping[str, TensorEntry], recipe: Recipe, plan: Q
     watched = {*plan.static, *plan.centered}
     if plan.uses_hessian or recipe.smoothing.algorithm != "none":
         watched |= {name.removesuffix(".weight") for name in entries if name.endswith("_proj.weight")}
-    return tuple(sorted(name for name in watched if ".experts." not in name))
+    return tuple(sorted(name for name in watched if not is_expert(name)))
 
 
 def _plain_output(block: Block, rope: Any, x_BTE: torch.Tensor, exact_EE: torch.Tensor | None) -> torch.Tensor:
