@@ -5,7 +5,7 @@ import pytest
 
 from toolchain.report import (
     Bars,
-    Frontier,
+    Curve,
     Heat,
     Load,
     Page,
@@ -143,7 +143,7 @@ def test_many_roofs_stay_apart_and_a_plot_without_points_renders():
     assert "<circle" not in svg
 
 
-FRONTIER = Frontier(
+FRONTIER = Curve(
     "Mixes & losses",
     "MB",
     "KL (nats)",
@@ -175,7 +175,7 @@ def test_a_frontier_in_text_is_its_points_and_names_in_order():
 
 def test_a_frontier_of_one_point_or_none_renders():
     for line in ((), ((1.0, 0.5),)):
-        assert "NaN" not in svg_of(Frontier("few", "MB", "KL", line, ()))
+        assert "NaN" not in svg_of(Curve("few", "MB", "KL", line, ()))
 
 
 HEAT = Heat(

@@ -40,6 +40,13 @@ UNMARKED = {
     "bench.json": {"candidate", "stage", "engine", "eager", "speedup", "environment"},
 }
 """The keys by which a proof is known that a version of dtool wrote before it marked its files."""
+VERDICTS = {
+    "passed": "passed: the same model, up to",
+    "failed": "failed: a gate was missed, with",
+    "undecided": "undecided: the text does not decide every gate, with",
+}
+SAMPLES = ("prompt", "decode")
+"""Phases of a proof that its gates hold for."""
 ENGINE = "the recipe's engine"
 OURS = (*STAGES, *PROOFS, "statistics")
 """First parts of the names a run writes, and of a folder that a user may give."""
@@ -264,7 +271,7 @@ def _parity(
     candidate: Artifact, source: Artifact, model: Path, recipe: Recipe, out: Path, report: Report
 ) -> tuple[dict[str, Any], GateFailed | None]:
     """The document of the proof, and its failure."""
-    from toolchain.parity.stage import GATES_MET, WAYS_OUT, run_parity
+    from toolchain.parity.stage import WAYS_OUT, run_parity
 
     key = hash_json({"candidate": candidate.identity, "parity": recipe.parity.model_dump(mode="json")})
     path = out / "parity.json"
@@ -277,10 +284,7 @@ def _parity(
     result = run_parity(candidate.path, recipe, model=model, source=source.path, report=report)
     document = result.document() | {"key": key}
     write_report(out, "parity", document, result.page())
-    if result.verdict == "passed":
-        return document, None
-    fix = f"see {out / 'parity.html'}; {WAYS_OUT}"
-    return document, GateFailed("parity failed", expected=GATES_MET, found=result.failure_text(), fix=fix)
+    return document, result.failure(f"see {out / 'parity.html'}; {WAYS_OUT}")
 
 
 def _bench(candidate: Artifact, model: Path, recipe: Recipe, out: Path, report: Report) -> Any:
@@ -306,13 +310,10 @@ def summary_page(result: RunResult, recipe: Recipe) -> Page:
     for name, artifact in result.artifacts.items():
         size = sum(entry.bytes for entry in artifact.manifest.files.values())
         rows.append((name, f"{size / 1e6:,.0f} MB in {artifact.path}"))
-    passed = result.parity["verdict"] == "passed"
-    rows.append(("parity", "passed: the same model, up to" if passed else "failed: a gate was missed, with"))
+    rows.append(("parity", VERDICTS[result.parity["verdict"]]))
     distance, same = _worst(result.parity, "kl_mean", max), _worst(result.parity, "top1_agreement", min)
-    nats, there = ("no finite KL", "") if distance is None else (f"{distance[0]:.4f} nats of KL", f", in {distance[1]}")
-    rows.append(("  distance", f"{nats} to fp32 torch (0 = equal){there}"))
-    share = "unknown" if same is None else f"{100 * same[0]:.1f} % of positions, in {same[1]}"
-    rows.append(("  same top token", share))
+    rows.append(("  distance", _distance_text(distance, result.parity)))
+    rows.append(("  same top token", _agreement_text(same)))
     if result.bench is not None:
         engine, eager = result.bench["engine"], result.bench["eager"]
         ttft = engine["ttft_ms"]["p50"], eager["ttft_ms"]["p50"]
@@ -325,11 +326,27 @@ def summary_page(result: RunResult, recipe: Recipe) -> Page:
     return Page(title, result.parity["verdict"], facts, (Table("", ("what", "result"), tuple(rows)),))
 
 
-def _worst(parity: dict[str, Any], metric: str, worst: Callable[..., str]) -> tuple[float, str] | None:
-    """The worst of the phases against float32 torch, and which it is; None where one is not finite, or none was run."""
+def _worst(parity: dict[str, Any], metric: str, worst: Callable[..., Any]) -> dict[str, Any] | None:
+    """The worse of the two samples against float32 torch; None where one is not finite, or none was run."""
     rows = [row for row in parity["rows"] if row["reference"] == "eager" and row["metric"] == metric]
-    values = {row["phase"].replace("_", " "): row["value"] for row in rows}
-    if not values or None in values.values():
+    rows = [row for row in rows if row["phase"] in SAMPLES]
+    if not rows or any(row["value"] is None for row in rows):
         return None
-    phase = worst(values, key=lambda name: values[name])
-    return values[phase], phase
+    return worst(rows, key=lambda row: row["value"])
+
+
+def _distance_text(row: dict[str, Any] | None, parity: dict[str, Any]) -> str:
+    """The KL with its bounds, and on how much text at which confidence they hold."""
+    if row is None:
+        return "no finite KL to fp32 torch"
+    high = "no bound" if row["high"] is None else f"{row['high']:.4f}"
+    bounds = f"{row['low']:.4f} to {high} at {100 * parity['confidence']:g} %, {parity['rows_of_text']} rows"
+    return f"{row['value']:.4f} nats of KL to fp32 torch, 0 is equal ({row['phase']}; {bounds})"
+
+
+def _agreement_text(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "unknown"
+    return (
+        f"{100 * row['value']:.1f} % of positions ({row['phase']}; {100 * row['low']:.1f} to {100 * row['high']:.1f} %)"
+    )

@@ -1,5 +1,6 @@
 """The sections of a recipe: what each may say, with every default. `recipe` puts them together."""
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
@@ -312,31 +313,55 @@ class Engine(Section, frozen=True):
 Bound = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
 
+def _logit_bound(value: Any) -> float | str:
+    if value == "rounding":
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    raise misfit(
+        "", expected='a number from 0, or "rounding"', found=shown(value), fix='"rounding" fits any model in float'
+    )
+
+
 class Gates(Section, frozen=True):
     """Bounds of one comparison; None is not gated. KL in nats, over positions.
 
-    `layer_error_median` (fake_quant alone) bounds the relative error of each layer fed the
-    candidate's own input: the test of an implementation whose activations or cache are rounded.
+    `top1_agreement` lies below 1: no sample shows that all positions agree; equality is a gate on max_abs_logit.
+    `max_abs_logit` bounds every logit that was seen; "rounding" is the bound that the depth, the width and the
+    compute type of the model explain (`numerics.logit_tolerance`). `layer_error_median` (fake_quant alone) bounds
+    the relative error of each layer fed the candidate's own input: the test of an implementation whose
+    activations or cache are rounded.
     """
 
     kl_mean: Bound | None = None
     kl_p99: Bound | None = None
-    top1_agreement: Bound | None = None
-    max_abs_logit: Bound | None = None
+    top1_agreement: Annotated[float, pydantic.Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    max_abs_logit: Annotated[float | Literal["rounding"], pydantic.PlainValidator(_logit_bound)] | None = None
     layer_error_median: Bound | None = None
 
 
 class Parity(Section, frozen=True):
-    """Which text the proof runs over, and the gates against each reference."""
+    """Which text the proof runs over, and the gates against each reference.
+
+    The proof begins with `blocks` rows of text. While a gate is undecided at the `confidence`, it doubles them, up to
+    `max_blocks`.
+    """
 
     data: str = "calib_data/evaluation.jsonl"
     blocks: int = pydantic.Field(default=8, ge=1)
+    max_blocks: int = pydantic.Field(default=64, ge=1)
+    confidence: float = pydantic.Field(default=0.95, ge=0.5, lt=1, allow_inf_nan=False)
     seq_len: int = pydantic.Field(default=256, ge=8)
     batch: int = pydantic.Field(default=3, ge=1)
     decode_steps: int = pydantic.Field(default=32, ge=1)
     eager: Gates = Gates()
     fake_quant: Gates = Gates()
     self_consistency: Gates = Gates()
+
+    @property
+    def looks(self) -> int:
+        """How often a proof may look at its gates: with `blocks` rows, twice as many, and so on to `max_blocks`."""
+        return max(1, (self.max_blocks // self.blocks).bit_length())
 
 
 class Bench(Section, frozen=True):

@@ -15,6 +15,8 @@ HEAT_CELL, HEAT_DARKEST = 90, 0.8
 """Cells that wide have room for their value, which must stay legible on the darkest."""
 PLOT = {"left": 64, "right": 690, "top": 100, "bottom": 440, "height": 490}
 """Edges of a roofline's axes in its picture; outside them stand the names of the loads (above) and roofs (right)."""
+INTERVAL_HEIGHT, SMALLEST_SHARE = 44, 1e-4
+"""Pixels of a row, and the least share of a gate that is drawn: what is below stands at the edge."""
 ROOF_NAME_GAP, LOAD_NAME_GAP = 17, 20
 
 Cell = str | int | float | bool | None
@@ -73,8 +75,8 @@ class Roofline:
 
 
 @dataclass(frozen=True, slots=True)
-class Frontier:
-    """What can be had: a line of (x, y > 0) points in order of x, and named points (label, x, y); y logarithmic."""
+class Curve:
+    """A line of (x, y > 0) points in order of x, and named points (label, x, y); y is logarithmic."""
 
     title: str
     x_name: str
@@ -95,7 +97,31 @@ class Heat:
     note: str = ""
 
 
-Part = Table | Bars | Roofline | Frontier | Heat
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """One gated value: its place and its bounds as shares of what the gate allows, 1 being the gate.
+
+    `low` and `high` may be None, where the value has no bound. `text` is the value with its unit, bounds and gate.
+    """
+
+    label: str
+    low: float | None
+    value: float
+    high: float | None
+    text: str
+    verdict: str
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """Values with their uncertainty against one line, the gate; left of it is passed. Shares are on a log scale."""
+
+    title: str
+    rows: tuple[Interval, ...]
+    note: str = ""
+
+
+Part = Table | Bars | Roofline | Curve | Heat | Intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +180,14 @@ def _text_bars(bars: Bars) -> list[tuple[str, str, str]]:
     ]
 
 
-def _as_table(part: Table | Roofline | Frontier | Heat) -> Table:
+def _as_table(part: Table | Roofline | Curve | Heat | Intervals) -> Table:
     """A plot as its numbers."""
+    if isinstance(part, Intervals):
+        lines = tuple((row.label, row.text, row.verdict) for row in part.rows)
+        return Table(part.title, ("what", "value", "verdict"), lines)
     if isinstance(part, Roofline):
         return _roofline_table(part)
-    if isinstance(part, Frontier):
+    if isinstance(part, Curve):
         rows = sorted([("", *point) for point in part.line] + list(part.marks), key=lambda row: row[1:])
         return Table(part.title, ("", part.x_name, part.y_name), tuple(rows))
     if isinstance(part, Heat):
@@ -239,10 +268,12 @@ def _html_part(part: Part) -> dict[str, Any]:
         return common | _html_bars(part)
     if isinstance(part, Roofline):
         return common | _html_roofline(part)
-    if isinstance(part, Frontier):
-        return common | _html_frontier(part)
+    if isinstance(part, Curve):
+        return common | _html_curve(part)
     if isinstance(part, Heat):
         return common | _html_heat(part)
+    if isinstance(part, Intervals):
+        return common | _html_intervals(part)
     numeric = _numeric_columns(part)
     heads = [{"text": name, "number": number} for name, number in zip(part.columns, numeric, strict=True)]
     rows = [[_html_cell(c, number=n) for c, n in zip(row, numeric, strict=True)] for row in part.rows]
@@ -302,7 +333,7 @@ def _html_roofline(part: Roofline) -> dict[str, Any]:
     return {"roofs": roofs, "guides": guides} | ticks
 
 
-def _html_frontier(part: Frontier) -> dict[str, Any]:
+def _html_curve(part: Curve) -> dict[str, Any]:
     """The line, the named points and ticks, in pixels; what is not above zero cannot be drawn and is left out."""
     line = [(a, b) for a, b in part.line if b > 0 and math.isfinite(b)]
     marks = [(name, a, b) for name, a, b in part.marks if b > 0 and math.isfinite(b)]
@@ -346,6 +377,31 @@ def _html_heat(part: Heat) -> dict[str, Any]:
         {"x": _px(PLOT["left"] + width * (i + 0.5)), "text": str(i)} for i in range(0, columns, math.ceil(20 / width))
     ]
     return {"heat": cells, "rows": [row for row, _ in part.rows], "columns": heads, "width": width, "names": part.names}
+
+
+def _html_intervals(part: Intervals) -> dict[str, Any]:
+    """Every value as a dot with its bounds, and the gate as a line, in pixels."""
+    drawn = [share for row in part.rows for share in (row.low, row.value, row.high) if share is not None]
+    drawn = [share for share in drawn if share > 0 and math.isfinite(share)]
+    low, high = _log_range([1.0, *drawn])
+    low = max(low, SMALLEST_SHARE)
+    longest = max((len(row.label) for row in part.rows), default=0)
+    left, right = SVG_LETTER_WIDTH * (longest + 1), SVG_WIDTH - 24
+    x = _log_scale(low, high, left, right)
+
+    def place(share: float | None, missing: float) -> str:
+        if share is None:
+            return _px(missing)
+        return _px(x(min(max(share, low), high)))
+
+    rows = [
+        {"label": row.label, "text": row.text, "verdict": row.verdict, "y": INTERVAL_HEIGHT * i + 30}
+        | {"low": place(row.low, x(max(row.value, low))), "at": place(row.value, left)}
+        | {"high": place(row.high, right)}
+        for i, row in enumerate(part.rows)
+    ]
+    height = INTERVAL_HEIGHT * len(rows) + 34
+    return {"intervals": rows, "gate": _px(x(1.0)), "height": height, "left": left, "right": right}
 
 
 def _log_range(values: list[float]) -> tuple[float, float]:

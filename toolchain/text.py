@@ -330,6 +330,7 @@ def token_blocks(
     seq_len: int,
     seed: int,
     skip: int = 0,
+    least: int | None = None,
     fix: str = "name a longer text, or ask for fewer or shorter blocks",
 ) -> Array:
     """int64 ids [blocks, seq_len], packed: documents of a kind one after the other, end tokens between.
@@ -337,7 +338,8 @@ def token_blocks(
     `seed` shuffles the documents within their kind. Blocks are taken in turn from every kind, so
     each is covered; kinds shorter than one block share a stream. Every block begins with the start
     token if the tokenizer uses one, and no document of it with another. The first `skip` blocks are passed over.
-    Raises DtoolError, with `fix` as what to do, when the text is too short.
+    With `least` fewer blocks are taken, down to that many, where the text has no more; they are the first of a longer
+    text too. Raises DtoolError, with `fix` as what to do, when the text is too short.
     """
     start = [tokenizer.bos_id] if tokenizer.adds_bos and tokenizer.bos_id is not None else []
     size = seq_len - len(start)
@@ -350,12 +352,12 @@ def token_blocks(
     streams.append(together)
     pieces = [[ids[i : i + size] for i in range(0, len(ids) - size + 1, size)] for ids in streams]
     found = sum(map(len, pieces))
-    if found < skip + blocks:
+    if found < skip + (blocks if least is None else least):
         kinds = sorted({t.kind for t in texts})
         after = f" after the {skip} that calibration takes" if skip else ""
         raise DtoolError(
             f"the text is too short: it gives {max(found - skip, 0)} blocks of {seq_len} tokens{after}",
-            expected=f"{blocks} blocks",
+            expected=f"{blocks if least is None else least} blocks",
             found=f"{len(texts)} documents of kind {name_list(kinds)}",
             fix=fix,
         )

@@ -44,8 +44,8 @@ def test_graph_and_engine_of_integer_products_are_exact_layer_by_layer(quantized
     engine = build_engine(quantized, recipe, tmp_path / "e", report=lambda _: None)
     for candidate in (quantized, engine.path):
         found = errors(candidate, quantized)
-        assert found.shape == (2, 2 * 40)
-        assert np.median(found, axis=1).max() < 2e-6
+        assert found.shape == (2, 2, 40)
+        assert np.median(found, axis=(1, 2)).max() < 2e-6
 
 
 def test_float_export_is_exact_layer_by_layer(exported):
@@ -60,13 +60,20 @@ def test_one_wrong_scale_is_seen_in_its_layer_and_in_no_other(quantized, tmp_pat
     values *= 1.1
     values.flush()
     seal(tmp_path / "bad")
-    found = np.median(errors(tmp_path / "bad", quantized), axis=1)
+    found = np.median(errors(tmp_path / "bad", quantized), axis=(1, 2))
     assert found[0] < 2e-6
     assert found[1] > 1e-4
 
 
 def test_rows_are_gated_by_the_median_of_the_worst_layer():
-    found = np.array([[1e-7, 1e-7, 1e-1], [1e-6, 2e-6, 3e-6]])
-    median, largest = layer_rows(found, Gates(layer_error_median=1e-6))
-    assert (median.value, median.passed) == (pytest.approx(2e-6), False)
-    assert (largest.value, largest.passed) == (pytest.approx(0.1), True)
+    found_LT = np.array([[1e-7, 1e-7, 1e-1], [1.9e-6, 2e-6, 3e-6]])
+    found_LRT = np.repeat(found_LT[:, None], 8, axis=1)
+    median, largest = layer_rows(found_LRT, Gates(layer_error_median=1e-6), 0.95)
+    assert (median.value, median.verdict, median.where) == (pytest.approx(2e-6), "failed", "layers.1")
+    assert (largest.value, largest.passed, largest.where) == (pytest.approx(0.1), True, "layers.0")
+
+
+def test_two_rows_of_text_do_not_decide_a_median_between_their_values():
+    found_LRT = np.array([[[1e-7] * 4, [1e-5] * 4]])
+    median, _ = layer_rows(found_LRT, Gates(layer_error_median=1e-6), 0.95)
+    assert median.verdict == "undecided"

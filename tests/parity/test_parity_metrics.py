@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolchain.parity.metrics import NO_TARGET, LogitComparison, gate_rows
+from toolchain.parity.metrics import NO_TARGET, LogitComparison, fact, gate_rows
 from toolchain.recipe_sections import Gates
 
 SETTINGS = settings(max_examples=30, deadline=None)
@@ -15,12 +15,13 @@ def metrics_of(reference, candidate, targets=None, tolerance=0.0) -> dict[str, f
     reference, candidate = (np.atleast_2d(np.asarray(x, np.float32)) for x in (reference, candidate))
     targets = np.full(len(reference), NO_TARGET) if targets is None else np.asarray(targets)
     comparison = LogitComparison()
-    comparison.add(reference, candidate, targets)
-    return {name: value for name, (value, _) in comparison.metrics(lambda _: tolerance).items()}
+    rows = np.arange(len(reference))
+    comparison.add(reference, candidate, targets, rows, np.zeros_like(rows))
+    return {name: metric.value for name, metric in comparison.metrics(lambda _: tolerance, 0.95).items()}
 
 
 def rows_of(metrics: dict[str, float], **gates: float):
-    rows = gate_rows("eager", "prefill", {k: (v, "x") for k, v in metrics.items()}, Gates(**gates))
+    rows = gate_rows("eager", "prefill", {k: fact(v, "x") for k, v in metrics.items()}, Gates(**gates))
     return {row.metric: row for row in rows}
 
 
@@ -71,8 +72,9 @@ def test_flip_with_a_margin_counts():
 
 def test_tolerance_is_given_the_largest_reference_logit():
     comparison, seen = LogitComparison(), []
-    comparison.add(np.float32([[1.0, -7.0]]), np.float32([[1.0, 50.0]]), np.array([NO_TARGET]))
-    comparison.metrics(lambda largest: seen.append(largest) or 0.0)
+    first = np.array([0])
+    comparison.add(np.float32([[1.0, -7.0]]), np.float32([[1.0, 50.0]]), np.array([NO_TARGET]), first, first)
+    comparison.metrics(lambda largest: seen.append(largest) or 0.0, 0.95)
     assert seen == [7.0]
 
 

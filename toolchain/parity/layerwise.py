@@ -25,18 +25,20 @@ import torch
 from toolchain.artifact import Artifact
 from toolchain.graph_io import EMBEDDED, GRAPH_FILES, OUTPUT, layer_value
 from toolchain.model.decoder import Decoder
-from toolchain.parity.metrics import Row, gate_rows
+from toolchain.parity.metrics import Metric, Row, fact, gate_rows
+from toolchain.parity.statistics import nan_as_infinite, quantile
 from toolchain.recipe_sections import Gates
 from toolchain.runners.onnx import run_chunks
 
 Array = np.ndarray[Any, Any]
 PHASE = "layers"
-TOKENS, ROWS = 64, 2
+TOKENS = 64
+"""Of each row: positions beyond 60 are among them."""
 EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def layer_errors(artifact: Artifact, decoder: Decoder, ids_BT: Array) -> Array:
-    """Relative error [layers, 2 chunks * B * T/2] of what each layer adds, per token."""
+    """Relative error [layers, B, T] of what each layer adds, per row and token."""
     half = ids_BT.shape[1] // 2
     chunks = [ids_BT[:, :half], ids_BT[:, half : 2 * half]]
     streams = _candidate_streams(artifact, decoder, chunks)
@@ -52,16 +54,24 @@ def layer_errors(artifact: Artifact, decoder: Decoder, ids_BT: Array) -> Array:
                 theirs_BTE, _ = block(x_BTE.to(dtype), decoder.layer_rope(i), past, caches[i])
                 added_BTE = theirs_BTE.double() - x_BTE.double()
                 difference_BTE = ours_BTE.double() - theirs_BTE.double()
-                layer.append((difference_BTE.norm(dim=-1) / added_BTE.norm(dim=-1)).flatten().numpy())
-            errors.append(np.concatenate(layer))
+                layer.append((difference_BTE.norm(dim=-1) / added_BTE.norm(dim=-1)).numpy())
+            errors.append(np.concatenate(layer, axis=1))
     return np.stack(errors)
 
 
-def layer_rows(errors: Array, gates: Gates) -> list[Row]:
-    """The report's rows: the median token of the worst layer, and the worst token of all."""
+def layer_rows(errors_LRT: Array, gates: Gates, confidence: float) -> list[Row]:
+    """The report's rows: the median token of the worst layer, and the worst token of all.
+
+    `errors_LRT` is of all rows of text so far. Rows are the samples here too (`statistics`).
+    """
+    layers, rows, tokens = errors_LRT.shape
+    rows_N = np.repeat(np.arange(rows), tokens)
+    medians = [quantile(layer_RT.ravel(), rows_N, rows * tokens, 0.5, confidence) for layer_RT in errors_LRT]
+    worst = max(range(layers), key=lambda i: nan_as_infinite(medians[i].value))
+    peak = int(errors_LRT.reshape(layers, -1).max(1).argmax())  # NaN counts as the largest
     metrics = {
-        "layer_error_median": (float(np.median(errors, axis=1).max()), "relative"),
-        "layer_error_max": (float(errors.max()), "relative"),
+        "layer_error_median": Metric(medians[worst], "relative", sampled=True, where=f"layers.{worst}"),
+        "layer_error_max": fact(float(errors_LRT[peak].max()), "relative", where=f"layers.{peak}"),
     }
     return gate_rows("fake_quant", PHASE, metrics, gates)
 

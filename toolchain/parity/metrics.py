@@ -21,30 +21,63 @@ import numpy as np
 import pydantic
 import torch
 
+from toolchain.parity.statistics import Estimate, Verdict, decide, exactly, positive_mean, quantile, share
 from toolchain.recipe_sections import Gates
 
 Array = np.ndarray[Any, Any]
 CHUNK_POSITIONS = 64
 NO_TARGET = -1
-SMALLER_IS_BETTER = ("kl_mean", "kl_p99", "max_abs_logit", "layer_error_median")
-LARGER_IS_BETTER = ("top1_agreement",)
+LARGER_IS_BETTER = ("top1_agreement", "weight_alignment_min")
 
 
 class Row(pydantic.BaseModel, frozen=True, extra="forbid"):
-    """One number of the report. `gate` None: not gated. `value` None: not finite (no error, or no number)."""
+    """One number of the report, and what it says of its gate.
+
+    `low` and `high` are one-sided bounds at the report's confidence; None where a number has none, or is not
+    finite. `gate` None: not gated, and `verdict` is "passed". `value` None: not finite (no error, or no number).
+    `where` names the layer or the matrix that the value is of.
+    """
 
     reference: str
     phase: str
     metric: str
     value: float | None
     unit: str
+    low: float | None = None
+    high: float | None = None
     gate: float | None = None
-    passed: bool = True
+    verdict: Verdict = "passed"
+    where: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gate is met for certain; True without a gate."""
+        return self.verdict == "passed"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A value with its unit and its bounds; without sampling error both bounds are the value."""
+
+    estimate: Estimate
+    unit: str
+    sampled: bool = False
+    where: str = ""
+
+    @property
+    def value(self) -> float:
+        """The estimate without its bounds."""
+        return self.estimate.value
+
+
+def fact(value: float, unit: str, where: str = "") -> Metric:
+    """A number that was counted or is the largest seen: there is nothing to estimate."""
+    return Metric(exactly(value), unit, where=where)
 
 
 @dataclass(slots=True)
 class LogitComparison:
-    """Collects positions of one phase against one reference, then gives the metrics.
+    """Collects positions of one sample against one reference, then gives the metrics.
 
     The collected numbers are plain Python ones: small tensors kept alive between the large
     temporaries of each chunk would split the heap, which then grows by a chunk every time.
@@ -52,40 +85,58 @@ class LogitComparison:
 
     parts: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, reference_NV: Array, candidate_NV: Array, targets_N: Array) -> None:
-        """Add N positions; `targets_N` int64 is the token that came next, NO_TARGET where unknown."""
+    def add(self, reference_NV: Array, candidate_NV: Array, targets_N: Array, rows_N: Array, places_N: Array) -> None:
+        """Add N positions.
+
+        `targets_N` int64 is the token that came next, NO_TARGET where unknown; `rows_N` is the row of text and
+        `places_N` the place in it of each position.
+        """
         for i in range(0, len(targets_N), CHUNK_POSITIONS):
             window = slice(i, i + CHUNK_POSITIONS)
             chunk = compare_positions(reference_NV[window], candidate_NV[window], targets_N[window])
             for name, values_N in chunk.items():
                 self.parts.setdefault(name, []).extend(values_N.tolist())
+        self.parts.setdefault("row", []).extend(rows_N.tolist())
+        self.parts.setdefault("place", []).extend(places_N.tolist())
 
-    def metrics(self, tolerance: Callable[[float], float]) -> dict[str, tuple[float, str]]:
-        """{metric: (value, unit)}. `tolerance` maps max|reference| to what rounding explains of a logit."""
-        p = {name: torch.tensor(values, dtype=torch.float64) for name, values in self.parts.items()}
+    def joined(self, other: "LogitComparison") -> "LogitComparison":
+        """Both samples as one; neither is changed."""
+        names = {**self.parts, **other.parts}
+        return LogitComparison({name: self.parts.get(name, []) + other.parts.get(name, []) for name in names})
+
+    def metrics(self, tolerance: Callable[[float], float], confidence: float) -> dict[str, Metric]:
+        """Every metric by name. `tolerance` maps max|reference| to what rounding explains of a logit."""
+        p = {name: np.asarray(values, np.float64) for name, values in self.parts.items()}
         largest = float(p["largest"].max())
         tie_below = tolerance(largest) if math.isfinite(largest) else 0.0
         flips_N = p["flipped"] > 0
         ties_N = flips_N & (p["margin"] < tie_below)
         flip_margins = p["margin"][flips_N]
         nll_reference, nll_candidate = (_mean(p[name]) for name in ("nll_reference", "nll_candidate"))
+        _, index_N = np.unique(p["row"], return_inverse=True)
+        positions_R = np.bincount(index_N).astype(np.float64)
+        kl_R = np.bincount(index_N, weights=p["kl"])
+        distinct = len(set(zip(self.parts["row"], self.parts["place"], strict=True)))
+        agreeing_R = np.bincount(index_N, weights=~(flips_N & ~ties_N))
         return {
-            "kl_mean": (_mean(p["kl"]), "nats"),
-            "kl_p99": (float(torch.quantile(p["kl"], 0.99)), "nats"),
-            "top1_agreement": (1.0 - float((flips_N & ~ties_N).sum()) / len(flips_N), "fraction"),
-            "top1_flips": (float(flips_N.sum()), "positions"),
-            "top1_ties": (float(ties_N.sum()), "positions"),
-            "flip_margin_max": (float(flip_margins.max()) if len(flip_margins) else 0.0, "logit"),
-            "tie_tolerance": (tie_below, "logit"),
-            "nll_reference": (nll_reference, "nats"),
-            "nll_candidate": (nll_candidate, "nats"),
-            "perplexity_reference": (_exp(nll_reference), "per token"),
-            "perplexity_candidate": (_exp(nll_candidate), "per token"),
-            "perplexity_rise": (100 * (_exp(nll_candidate - nll_reference) - 1), "%"),
-            "max_abs_logit": (float(p["max_abs"].max()), "logit"),
-            "sqnr_db": (sqnr_db(float(p["signal"].sum()), float(p["noise"].sum())), "dB"),
-            "nonfinite_logits": (float(p["nonfinite"].sum()), "values"),
-            "positions": (float(len(flips_N)), "positions"),
+            "kl_mean": Metric(positive_mean(kl_R, positions_R, confidence), "nats", sampled=True),
+            "kl_p99": Metric(quantile(p["kl"], p["row"], distinct, 0.99, confidence), "nats", sampled=True),
+            "top1_agreement": Metric(share(agreeing_R, positions_R, distinct, confidence), "fraction", sampled=True),
+            "top1_flips": fact(float(flips_N.sum()), "positions"),
+            "top1_ties": fact(float(ties_N.sum()), "positions"),
+            "flip_margin_max": fact(float(flip_margins.max()) if len(flip_margins) else 0.0, "logit"),
+            "tie_tolerance": fact(tie_below, "logit"),
+            "largest_logit": fact(largest, "logit"),
+            "nll_reference": fact(nll_reference, "nats"),
+            "nll_candidate": fact(nll_candidate, "nats"),
+            "perplexity_reference": fact(_exp(nll_reference), "per token"),
+            "perplexity_candidate": fact(_exp(nll_candidate), "per token"),
+            "perplexity_rise": fact(100 * (_exp(nll_candidate - nll_reference) - 1), "%"),
+            "max_abs_logit": fact(float(p["max_abs"].max()), "logit"),
+            "sqnr_db": fact(sqnr_db(float(p["signal"].sum()), float(p["noise"].sum())), "dB"),
+            "nonfinite_logits": fact(float(p["nonfinite"].sum()), "values"),
+            "positions": fact(float(len(flips_N)), "positions"),
+            "rows": fact(float(len(positions_R)), "rows"),
         }
 
 
@@ -119,20 +170,42 @@ def sqnr_db(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise / signal) else math.nan
 
 
-def gate_rows(reference: str, phase: str, metrics: Mapping[str, tuple[float, str]], gates: Gates) -> list[Row]:
-    """The report's rows of one phase. Non-finite logits fail without any gate."""
-    bounds = gates.model_dump()
+def gate_rows(
+    reference: str, phase: str, metrics: Mapping[str, Metric], gates: Gates, rounding: float = 0.0
+) -> list[Row]:
+    """The report's rows of one sample. Non-finite logits fail without any gate.
+
+    `rounding` is what the compute type explains of a logit: the bound of a gate that says "rounding".
+    """
+    bounds: dict[str, float | str | None] = {"nonfinite_logits": 0.0} | gates.model_dump()
     rows = []
-    for metric, (value, unit) in metrics.items():
-        gate = 0.0 if metric == "nonfinite_logits" else bounds.get(metric)
-        passed = gate is None or (value >= gate if metric in LARGER_IS_BETTER else value <= gate)
-        shown = value if math.isfinite(value) else None
-        row = Row(reference=reference, phase=phase, metric=metric, value=shown, unit=unit, gate=gate, passed=passed)
+    for name, metric in metrics.items():
+        asked = bounds.get(name)
+        gate = rounding if isinstance(asked, str) else asked
+        verdict: Verdict = "passed"
+        if gate is not None:
+            verdict = decide(metric.estimate, gate, larger_is_better=name in LARGER_IS_BETTER)
+        row = Row(
+            reference=reference,
+            phase=phase,
+            metric=name,
+            value=_finite(metric.value),
+            unit=metric.unit,
+            low=_finite(metric.estimate.low) if metric.sampled else None,
+            high=_finite(metric.estimate.high) if metric.sampled else None,
+            gate=gate,
+            verdict=verdict,
+            where=metric.where,
+        )
         rows.append(row)
     return rows
 
 
-def _mean(values_N: torch.Tensor) -> float:
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _mean(values_N: Array) -> float:
     return float(values_N.mean()) if len(values_N) else math.nan
 
 

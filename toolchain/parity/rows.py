@@ -1,5 +1,6 @@
 """Which rows of text a proof runs over: what an engine cannot take of them is refused before anything is loaded."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,21 +91,23 @@ def _check_prompts(name: str, seq_len: int, steps: int, least: int) -> None:
 
 
 def held_out_ids(folder: Path, parity: Parity, seq_len: int, config: DecoderConfig) -> tuple[Array, str]:
-    """Ids [blocks, seq_len] by the tokenizer of a checkpoint or an artifact, and of what they are.
+    """Ids [rows, seq_len] by the tokenizer of a checkpoint or an artifact, and what text they are of.
 
-    Random ones without a tokenizer. Raises DtoolError for text that is missing, too short or no JSON lines, and for
-    ids that the model does not have.
+    As many rows as the proof may take: `max_blocks`, or what the text has, at least `blocks`. Random ones without a
+    tokenizer. Raises DtoolError for text that is missing, too short or no JSON lines, and for ids that the model
+    does not have.
     """
+    most = parity.blocks * 2 ** (parity.looks - 1)
     if not has_tokenizer(folder):
-        shape = (parity.blocks, seq_len)
-        return np.random.default_rng(TEXT_SEED).integers(0, config.vocab_size, shape, np.int64), RANDOM
+        return np.random.default_rng(TEXT_SEED).integers(0, config.vocab_size, (most, seq_len), np.int64), RANDOM
     tokenizer, texts = load_tokenizer(folder), read_texts(find_data(parity.data))
-    blocks = token_blocks(texts, tokenizer, blocks=parity.blocks, seq_len=seq_len, seed=TEXT_SEED)
+    blocks = token_blocks(texts, tokenizer, blocks=most, least=parity.blocks, seq_len=seq_len, seed=TEXT_SEED)
     check_ids(blocks, config.vocab_size, folder, parity.data)
     return blocks, f"{parity.data}: {name_list(sorted({t.kind for t in texts}))}"
 
 
-def text_facts(blocks: Array, what: str) -> tuple[tuple[str, str], ...]:
-    """What a report says of its text."""
-    size = f"{len(blocks)} rows of up to {blocks.shape[1]} tokens"
+def text_facts(blocks: Array, what: str, looks: Sequence[int]) -> tuple[tuple[str, str], ...]:
+    """The lines of a report about its text; `looks` are the numbers of rows that a gate may be decided on."""
+    more = f", up to {looks[-1]} while a gate is undecided" if len(looks) > 1 else ""
+    size = f"{looks[0]} rows of up to {blocks.shape[1]} tokens{more}"
     return ("text", what), ("size", size), ("first ids", " ".join(map(str, blocks[0, :FIRST_IDS])))

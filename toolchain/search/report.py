@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from toolchain.errors import GateFailed
-from toolchain.report import Bars, Frontier, Heat, Page, Table
+from toolchain.report import Bars, Curve, Heat, Page, Table
 from toolchain.search.stage import SearchResult, Trial
 
 ESTIMATED = "KL (nats)"
@@ -124,7 +124,7 @@ def _trials(result: SearchResult) -> Table:
     return Table("Mixes quantized for real", columns, rows)
 
 
-def _frontier(result: SearchResult, best: Trial) -> Frontier:
+def _frontier(result: SearchResult, best: Trial) -> Curve:
     """Megabytes against KL: what other budgets would buy, the uniform mixes, and the chosen one as measured."""
     problem = result.problem
     line = tuple((problem.bytes_of(mix) / 1e6, problem.loss_of(mix)) for mix in result.frontier)
@@ -132,4 +132,4 @@ def _frontier(result: SearchResult, best: Trial) -> Frontier:
     marks = [(f"all {fmt}", problem.bytes_of(mix) / 1e6, problem.loss_of(mix)) for fmt, mix in uniform]
     marks.append(("chosen, measured", best.bytes / 1e6, best.kl))
     note = "Line and uniform mixes: sums of sensitivities. Chosen: the recipe as written, quantized and measured."
-    return Frontier("What other budgets would buy", "MB of weights and cache", ESTIMATED, line, tuple(marks), note)
+    return Curve("What other budgets would buy", "MB of weights and cache", ESTIMATED, line, tuple(marks), note)
