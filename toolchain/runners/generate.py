@@ -10,6 +10,9 @@ import numpy as np
 from toolchain.errors import DtoolError
 from toolchain.runners.runner import Array, Runner
 
+# Tokens before the next one that tell what it stands for: one with text would do for every decoder we know.
+CONTEXT = 64
+
 
 @dataclass(slots=True)
 class Sampler:
@@ -100,17 +103,24 @@ def stream_text(
 ) -> Iterator[str]:
     """Text as it becomes certain, in pieces that together are the text of all ids.
 
-    `decode` maps all ids so far to text: what a token stands for depends on those before it, a leading space
-    above all. `settled` gives the part of that text which later ids leave alone.
+    `decode` maps ids to text: what a token stands for depends on those before it, a leading space above all.
+    `settled` gives the part of that text which later ids leave alone.
     """
-    seen: list[int] = []
+    window: list[int] = []
     shown = 0
     for token in ids:
-        seen.append(token)
-        text = settled(seen, decode(seen))
+        window.append(token)
+        whole = decode(window)
+        text = settled(window, whole)
         if len(text) > shown:
             yield text[shown:]
             shown = len(text)
-    text = decode(seen) if seen else ""
-    if len(text) > shown:
-        yield text[shown:]
+        # Decoding everything for each token would cost the square of the length. Where nothing is held back, the
+        # last tokens are enough to tell what the next ones stand for, if alone they are the text they are here.
+        if len(window) >= 2 * CONTEXT and shown == len(whole):
+            tail = decode(window[-CONTEXT:])
+            if tail and whole.endswith(tail):
+                window, shown = window[-CONTEXT:], len(tail)
+    whole = decode(window) if window else ""
+    if len(whole) > shown:
+        yield whole[shown:]
