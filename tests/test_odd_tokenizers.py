@@ -13,11 +13,22 @@ import pytest
 from click.testing import CliRunner
 
 from tests.conftest import make_recipe, save_tiny
-from tests.odd_tokenizers import CASES, ROWS, TEMPLATE, TOOL, holes, llama_class_over_metaspace, write, write_json
+from tests.odd_tokenizers import (
+    CASES,
+    ROWS,
+    TEMPLATE,
+    TOOL,
+    holes,
+    llama_class_over_metaspace,
+    tokens_in_every_file_at_once,
+    write,
+    write_json,
+)
 from toolchain.artifact import hash_file
 from toolchain.cli import dtool
 from toolchain.errors import DtoolError
 from toolchain.export.stage import export_checkpoint
+from toolchain.runners import generate as generating
 from toolchain.runners.generate import stream_text
 from toolchain.text import load_tokenizer, read_texts
 
@@ -78,11 +89,14 @@ def case(request, make_checkpoint, tmp_path):
     return SimpleNamespace(folder=folder, artifact=artifact, theirs=theirs_of(folder), ours=ours)
 
 
-def random_sequences(ids, count=150):
+def random_sequences(tokenizer, count=100):
     """Ids that no text encodes to: runs of bytes that stop inside a character, special tokens between them."""
     rng = np.random.default_rng(0)
+    ids, words = tokenizer.ids, tokenizer.encode_plain("".join(TEXTS))
     for length in rng.integers(1, 30, count):
         yield rng.choice(ids, length).tolist()
+        yield rng.choice(words, length).tolist()
+    yield rng.choice(words, 500).tolist()
     text = "é模型🙂"
     for end in range(1, len(text.encode()) + 1):
         yield list(range(end))
@@ -109,9 +123,11 @@ def test_ids_text_and_prompts_are_those_of_transformers(case):
         assert ours.eos_ids[0] == case.theirs.eos_token_id, name
 
 
-def test_streamed_pieces_of_any_ids_are_the_text_of_transformers(case):
+@pytest.mark.parametrize("context", [1, 2, 64])
+def test_streamed_pieces_of_any_ids_are_the_text_of_transformers(case, context, monkeypatch):
+    monkeypatch.setattr(generating, "CONTEXT", context)
     for name, ours in case.ours.items():
-        for ids in random_sequences(ours.ids):
+        for ids in random_sequences(ours):
             whole = case.theirs.decode(ids, skip_special_tokens=True)
             assert ours.decode(ids) == whole, (name, ids)
             check_stream(ours, ids, whole)
@@ -345,6 +361,17 @@ def test_a_tokenizer_that_cannot_be_read_is_refused_before_weights_are(make_chec
     with pytest.raises(DtoolError, match=r"tokenizer|template"):
         export(folder, tmp_path / "x")
     assert not list(tmp_path.glob("*x*"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "added_tokens.json", "config.json"])
+def test_a_byte_order_mark_in_front_of_a_file_changes_nothing(make_checkpoint, name):
+    folder = make_checkpoint(tokens_in_every_file_at_once)
+    before = load_tokenizer(folder)
+    (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    after = load_tokenizer(folder)
+    assert after.conventions == before.conventions
+    assert after.encode(f"a{TOOL}b<|json|>") == before.encode(f"a{TOOL}b<|json|>")
+    assert after.render_chat(MESSAGES) == before.render_chat(MESSAGES)
 
 
 def test_a_day_in_calibration_text_is_always_the_same(make_checkpoint, tmp_path):

@@ -12,11 +12,14 @@ front of a text, added where a text (a chat template often writes them already) 
 What a post-processor puts behind a text is left out: a prompt is there to be continued.
 """
 
+import codecs
+import contextlib
 import datetime as dt
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,8 @@ TOKENIZER_FILES = (
     GENERATION,
 )
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+# In a tokenizer_config.json that dtool wrote: a model's own class would rebuild parts of its tokenizer.json.
+MADE_BY_DTOOL = "made_by_dtool"
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -330,14 +335,16 @@ def _load_with_transformers(home: Path, config: Mapping[str, Any]) -> Any:
         text = _unmarked_token(config.get(name))
         if text is not None:
             options[name] = text
-    if "tokenizer_class" in config or (home / "config.json").is_file():
+    named = "tokenizer_class" in config or (home / "config.json").is_file()
+    if named and not config.get(MADE_BY_DTOOL):
         loader = AutoTokenizer
         # What else is installed must not choose the class, and with it the ids.
         options["mistral_format"] = False
     else:
-        loader = PreTrainedTokenizerFast  # neither file names a class: the one that takes tokenizer.json as it is
+        loader = PreTrainedTokenizerFast  # the class that takes tokenizer.json as it is
     try:
-        loaded = loader.from_pretrained(home, local_files_only=True, trust_remote_code=False, **options)
+        with _without_byte_order_marks(home) as folder:
+            loaded = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **options)
     except Exception as error:  # whatever is wrong with the files, in the words of the loader
         if (home / TOKENIZER).is_file():
             _read_backend(home / TOKENIZER)
@@ -350,6 +357,28 @@ def _load_with_transformers(home: Path, config: Mapping[str, Any]) -> Any:
             fix=f"convert it to a {TOKENIZER}, or remove its files to work by token ids",
         )
     return loaded
+
+
+@contextlib.contextmanager
+def _without_byte_order_marks(home: Path) -> Iterator[Path]:
+    """The folder itself, or a copy of its files where some editor began one of them with a byte order mark."""
+    files = [path for path in (home / "config.json", *tokenizer_files(home)) if path.is_file()]
+    if not any(path.suffix == ".json" and _starts_with_mark(path) for path in files):
+        yield home
+        return
+    with tempfile.TemporaryDirectory() as name:
+        for path in files:
+            copy = Path(name) / path.relative_to(home)
+            copy.parent.mkdir(exist_ok=True)
+            data = path.read_bytes()
+            # In a template the mark is text: transformers lays it out.
+            copy.write_bytes(data.removeprefix(codecs.BOM_UTF8) if path.suffix == ".json" else data)
+        yield Path(name)
+
+
+def _starts_with_mark(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
 
 
 def _unmarked_token(value: Any) -> str | None:
@@ -384,7 +413,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = json.loads(path.read_text("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise _damaged(f"{path} is not JSON", "{ ... }", _first_line(error)) from error
     if not isinstance(document, dict):

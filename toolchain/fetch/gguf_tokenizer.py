@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolchain.artifact import dump_json
 from toolchain.fetch.gguf_file import Gguf
+from toolchain.tokenizer import MADE_BY_DTOOL
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -122,13 +123,15 @@ def _put_start_token(gguf: Gguf, tokenizer: "Tokenizer") -> None:
     if start is None or not asked:
         return
     known = [(start, tokenizer.token_to_id(start))]
-    tokenizer.post_processor = processors.TemplateProcessing(f"{start} $A", f"{start} $A $B", known)
+    tokenizer.post_processor = processors.TemplateProcessing([start, "$A"], [start, "$A", "$B"], known)
 
 
 def _tokenizer_config(gguf: Gguf, max_tokens: int) -> dict[str, Any]:
     config = {
-        # The class that loads tokenizer.json as it is; a model's own class would rebuild its parts.
+        # The class that loads tokenizer.json as it is; a model's own class would rebuild its parts. transformers
+        # takes Qwen2's own all the same, which is right where the file has Qwen2's pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
+        MADE_BY_DTOOL: True,
         "model_max_length": max_tokens,
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
