@@ -1,11 +1,11 @@
 """Chat templates: Jinja as models are published with it, in a sandbox.
 
-transformers lays out conversations with an environment of its own. This one gives the same text without
-importing transformers: an artifact is generated from on hosts that have no use for it. What a template
-finds there it finds here: trimmed blocks, `break` and `continue`, `{% generation %}` (which marks what the
-assistant wrote, for training, and writes its body as it is), `raise_exception`, `strftime_now`, `tojson`
-that escapes nothing, and `tools` and `documents` that are None. `tests/test_odd_tokenizers.py` holds both
-to each other.
+transformers lays out conversations in an environment of its own. This one gives the same text without
+importing transformers, for hosts that generate from an artifact and have no other use for it. Templates
+find here what they find there: trimmed blocks, `break` and `continue`, `{% generation %}` (which marks
+the assistant's words for training and writes them as they are), `raise_exception`, `strftime_now`,
+`tojson` that escapes nothing, and `tools` and `documents` that are None.
+`tests/test_odd_tokenizers.py` compares the two.
 """
 
 import datetime as dt
@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Names under which chats carry what a model thought before it answered, the one templates read first.
+# Names under which chats carry the reasoning of a model before its answer, the common one first.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -28,8 +28,8 @@ def render(
 ) -> str:
     """Lay out a conversation.
 
-    `special` are the texts of the special tokens by their names, `now` is the time that `strftime_now` tells,
-    by default this moment. Raises what Jinja and the template raise.
+    `special` are the texts of the special tokens by their names; `now` is the time that `strftime_now`
+    tells, by default this moment. Raises what Jinja and the template raise.
     """
     return compiled(template, now).render(
         messages=[_plain_message(message) for message in messages],
@@ -41,7 +41,7 @@ def render(
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without keys that hold None, its reasoning under both names that templates look for."""
+    """Copy a message without keys that hold None, its reasoning under both names templates use."""
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[name] for name in REASONING if name in plain), None)
     if reasoning is None:
@@ -51,7 +51,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4)
 def compiled(template: str, now: dt.datetime | None) -> Any:
-    """Compile a template in the sandbox: no access to Python, nothing it is given can be changed."""
+    """Compile a template in a sandbox: it cannot reach Python, nor change its arguments."""
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension

@@ -1,15 +1,18 @@
-"""The tokenizer of a checkpoint or an artifact: text to ids and back, and the layout of conversations.
+"""The tokenizer of a checkpoint or an artifact: text to ids and back, and conversations to text.
 
-A checkpoint's files are read by transformers, never with code from the checkpoint: only its loader knows
-everything that decides an id, which is spread over tokenizer.json, tokenizer_config.json, added_tokens.json,
-special_tokens_map.json, the class that is named in one of them, and the model's config. `write_tokenizer`
-writes what it read with `save_pretrained`, so that tokenizer.json alone gives the same ids, and beside it
-`conventions.json`: the few facts that tokenizer.json has no place for. An artifact is read from these two
-by the `tokenizers` package, in a tenth of a second and without importing transformers.
+transformers reads a checkpoint's files, never with code from the checkpoint. Only its loader knows
+everything that decides an id: tokenizer.json, tokenizer_config.json, added_tokens.json,
+special_tokens_map.json, the tokenizer class that one of them names, and the model's config.
 
-A sequence carries its start tokens exactly once. They are those that the tokenizer's post-processor puts in
-front of a text, added where a text (a chat template often writes them already) does not begin with them.
-What a post-processor puts behind a text is left out: a prompt is there to be continued.
+`write_tokenizer` writes the loaded tokenizer with `save_pretrained`, after which tokenizer.json alone
+gives the same ids. Beside it stands `conventions.json`, the few facts that tokenizer.json has no place
+for. An artifact is read from these two by the `tokenizers` package, in a tenth of a second and without
+importing transformers.
+
+A sequence carries its start tokens exactly once. They are the tokens that the post-processor of
+tokenizer.json puts in front of a text. They are added where a text does not begin with them; a chat
+template often writes them already. Tokens that a post-processor puts behind a text are left out,
+because a prompt is there to be continued.
 """
 
 import codecs
@@ -46,7 +49,8 @@ TOKENIZER_FILES = (
     GENERATION,
 )
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-# In a tokenizer_config.json that dtool wrote: a model's own class would rebuild parts of its tokenizer.json.
+# A key of the tokenizer_config.json that dtool writes from a GGUF file. Its tokenizer.json is read as it is,
+# where the class of the model would rebuild parts of it.
 MADE_BY_DTOOL = "made_by_dtool"
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -88,7 +92,7 @@ class Tokenizer:
         return sorted(set(self.backend.get_vocab(with_added_tokens=True).values()))
 
     def stop_ids(self, model_ids: Iterable[int]) -> tuple[int, ...]:
-        """The ids that end generation: `model_ids` of config.json, and those of the tokenizer's files."""
+        """The ids that end generation: `model_ids` of config.json, then the tokenizer's own."""
         return tuple(dict.fromkeys((*model_ids, *self.eos_ids)))
 
     def allowed_ids(self, rows: int, stop_ids: Iterable[int]) -> list[int]:
@@ -155,8 +159,8 @@ class Tokenizer:
     ) -> str:
         """Lay out a conversation as the text the model was trained on.
 
-        `messages` are {"role", "content"}; `now` is the time that a template may tell the model, by default this
-        moment. Raises DtoolError without a template or when it refuses.
+        `messages` are {"role", "content"}; `now` is the time that a template may tell the model, by
+        default this moment. Raises DtoolError without a template or when it refuses.
         """
         template = self.chat_template
         if template is None:
@@ -169,7 +173,7 @@ class Tokenizer:
                 )
             special = self.conventions.special_tokens
             return render(template, messages, special, add_generation_prompt=add_generation_prompt, now=now)
-        except Exception as error:  # a template is a program: it may divide by zero, or call itself for ever
+        except Exception as error:  # a template is a program: it may divide by zero
             raise DtoolError(
                 f"the chat template of {self.path} refused the messages",
                 expected="messages it can lay out",
@@ -193,12 +197,12 @@ class Tokenizer:
         return _clean_up_spaces(text) if self.conventions.clean_up_spaces else text
 
     def settler(self) -> Callable[[Sequence[int], str], str]:
-        """A function of ids and their text that gives the part of the text no later id can change.
+        """Return a function of ids and their text: the part of the text that no later id can change.
 
-        Three things wait for what follows: the bytes of an unfinished character; a run of byte tokens, which the
-        decoder takes for text or for as many replacement characters, all or none; and, where spaces are cleaned
-        up, the line. A stream that shows less than this (the `tokenizers` package's DecodeStream looks at
-        the first alone) shows characters that the whole text does not have.
+        Three things wait for what follows. The bytes of an unfinished character wait for the rest. A run
+        of byte tokens waits for its end, because one byte that does not fit turns the whole run into
+        replacement characters. Where spaces are cleaned up, a line waits for its end. DecodeStream of
+        the `tokenizers` package waits for the first alone, and so shows text that changes afterwards.
         """
         decoder = self.backend.decoder
         special = {i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
@@ -278,7 +282,7 @@ def _has_vocabulary(home: Path) -> bool:
 
 
 def _artifact_tokenizer(home: Path) -> Tokenizer:
-    """What `write_tokenizer` wrote, without transformers."""
+    """Read the files that `write_tokenizer` wrote, without transformers."""
     try:
         conventions = Conventions.model_validate_json((home / CONVENTIONS).read_bytes())
         paths = [home / TEMPLATE, *(home / TEMPLATES).glob("*.jinja")]
@@ -296,7 +300,7 @@ def _artifact_tokenizer(home: Path) -> Tokenizer:
 
 
 def _checkpoint_tokenizer(home: Path) -> Tokenizer:
-    """What transformers reads from a checkpoint."""
+    """Read a checkpoint's tokenizer with transformers."""
     # transformers says that something is no JSON, and not which file.
     config, generation = _read_json(home / CONFIG), _read_json(home / GENERATION)
     added = _read_json(home / ADDED_TOKENS)
@@ -329,7 +333,7 @@ def _checkpoint_tokenizer(home: Path) -> Tokenizer:
 def _load_with_transformers(home: Path, config: Mapping[str, Any]) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # Some files hold {"content": ...} without the mark by which transformers knows a token: give it the text.
+    # Some files hold {"content": ...} without the mark by which transformers knows a token.
     options: dict[str, Any] = {}
     for name in SPECIAL_NAMES:
         text = _unmarked_token(config.get(name))
@@ -361,7 +365,7 @@ def _load_with_transformers(home: Path, config: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _without_byte_order_marks(home: Path) -> Iterator[Path]:
-    """The folder itself, or a copy of its files where some editor began one of them with a byte order mark."""
+    """Yield the folder, or a copy where an editor began one of its files with a byte order mark."""
     files = [path for path in (home / "config.json", *tokenizer_files(home)) if path.is_file()]
     if not any(path.suffix == ".json" and _starts_with_mark(path) for path in files):
         yield home
@@ -402,7 +406,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _plain_backend(backend: Any, conventions: Conventions) -> Any:
-    """A backend that neither cuts texts nor fills them up, as transformers sets it for every call."""
+    """Set a backend as transformers does for every call: texts are neither cut nor filled up."""
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = conventions.split_special_tokens
@@ -464,7 +468,7 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 def _start_ids(backend: Any) -> tuple[int, ...]:
     """The tokens that the post-processor puts in front of a text."""
-    # Some text that has an id, so that what is put in front of it can be told from what is put behind.
+    # A text that has ids, so that tokens in front of it can be told from tokens behind it.
     texts = ("a", *backend.get_vocab(with_added_tokens=True))
     text = next((text for text in texts if backend.encode(text, add_special_tokens=False).ids), None)
     if text is None:
@@ -474,7 +478,7 @@ def _start_ids(backend: Any) -> tuple[int, ...]:
 
 
 def _cleans_up(loaded: Any) -> bool:
-    """Whether transformers takes spaces out of decoded text: as asked, but for BPE only where asked twice."""
+    """Whether transformers takes spaces out of decoded text: for BPE only where it is asked twice."""
     if not loaded.clean_up_tokenization_spaces:
         return False
     twice = loaded.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
@@ -501,7 +505,7 @@ def _named_templates(home: Path, found: Any) -> dict[str, str]:
 
 
 def _disagreement(home: Path, config: Mapping[str, Any], start_ids: tuple[int, ...]) -> tuple[str, ...]:
-    """A note where the config asks for another start than tokenizer.json gives, which is what counts."""
+    """A note where the config asks for another start than tokenizer.json gives."""
     asked = config.get("add_bos_token")
     if not isinstance(asked, bool) or asked == bool(start_ids) or not (home / TOKENIZER).is_file():
         return ()

@@ -10,7 +10,8 @@ import numpy as np
 from toolchain.errors import DtoolError
 from toolchain.runners.runner import Array, Runner
 
-# Tokens before the next one that tell what it stands for: one with text would do for every decoder we know.
+# Tokens decoded with the next one, to tell what it stands for. One that has text would do for every
+# decoder of the `tokenizers` package.
 CONTEXT = 64
 
 
@@ -18,8 +19,8 @@ CONTEXT = 64
 class Sampler:
     """How the next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 keep everything.
 
-    `allowed` are the ids that may be chosen, ascending: those the tokenizer has a token for, not the rows a
-    model pads beyond them or leaves between them. None allows all. Nucleus sampling: Holtzman et al.,
+    `allowed` are the ids that may be chosen, ascending; None allows all. A model may have rows beyond or
+    between the tokenizer's ids: those stand for nothing. Nucleus sampling: Holtzman et al.,
     arXiv 1904.09751.
     """
 
@@ -103,7 +104,7 @@ def stream_text(
 ) -> Iterator[str]:
     """Text as it becomes certain, in pieces that together are the text of all ids.
 
-    `decode` maps ids to text: what a token stands for depends on those before it, a leading space above all.
+    `decode` maps ids to text: the text of a token depends on those before it, a leading space above all.
     `settled` gives the part of that text which later ids leave alone.
     """
     window: list[int] = []
@@ -115,8 +116,8 @@ def stream_text(
         if len(text) > shown:
             yield text[shown:]
             shown = len(text)
-        # Decoding everything for each token would cost the square of the length. Where nothing is held back, the
-        # last tokens are enough to tell what the next ones stand for, if alone they are the text they are here.
+        # Decoding everything for each token would cost the square of the length. Where nothing is held
+        # back, the last tokens are context enough for the next, if alone they give the same text.
         if len(window) >= 2 * CONTEXT and shown == len(whole):
             tail = decode(window[-CONTEXT:])
             if tail and whole.endswith(tail):
