@@ -205,13 +205,15 @@ def random_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seal(folder: Path) -> Path:
-    """Write an altered artifact's digests anew, so that its fault is a fault of the model, not of the files."""
+    """List an altered artifact's files anew, so that its fault is a fault of the model, not of the files."""
     import json
 
     from toolchain.artifact import hash_file
 
     document = json.loads((folder / "manifest.json").read_text())
-    for name, entry in document["files"].items():
-        entry |= {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)}
+    files = {name: folder / name for name in document["files"] if (folder / name).is_file()}
+    document["files"] = {
+        name: {"bytes": path.stat().st_size, "sha256": hash_file(path)} for name, path in files.items()
+    }
     (folder / "manifest.json").write_text(json.dumps(document))
     return folder

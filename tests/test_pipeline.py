@@ -145,16 +145,23 @@ def test_the_verdict_is_of_what_was_compared_and_the_recipe_stands_beside_it(tin
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"prefill": 0.1, "decode": None}, "no finite KL to fp32 torch (0 = equal)"),
-        ({"decode": 0.1, "prefill_last": 0.2}, "0.2000 nats of KL to fp32 torch (0 = equal), in prefill last"),
-        ({}, "no finite KL to fp32 torch (0 = equal)"),
+        ({"prompt": 0.1, "decode": None}, "no finite KL to fp32 torch"),
+        (
+            {"prompt": 0.1, "decode": 0.2, "prefill_last": 0.3},
+            "0.2000 nats of KL to fp32 torch, 0 is equal (decode; 0.1000 to 0.4000 at 95 %, 8 rows)",
+        ),
+        ({}, "no finite KL to fp32 torch"),
     ],
 )
 def test_a_distance_that_is_not_finite_is_not_shown_as_none(values, said):
-    rows = [{"reference": "eager", "metric": "kl_mean", "phase": p, "value": value} for p, value in values.items()]
+    rows = [
+        {"reference": "eager", "metric": "kl_mean", "phase": phase, "value": value}
+        | {"low": None if value is None else value / 2, "high": None if value is None else 2 * value}
+        for phase, value in values.items()
+    ]
     facts = {"candidate": "engine, run by onnxruntime", "references": "eager"}
-    result = pipeline.RunResult({}, {"verdict": "failed", "rows": rows, "facts": facts}, None)
-    page = pipeline.summary_page(result, load_recipe("int8"))
+    parity = {"verdict": "failed", "rows": rows, "facts": facts, "confidence": 0.95, "rows_of_text": 8}
+    page = pipeline.summary_page(pipeline.RunResult({}, parity, None), load_recipe("int8"))
     assert dict(page.parts[0].rows)["  distance"] == said
     assert page.title.endswith("with float32 torch")
 

@@ -45,8 +45,8 @@ def ids_of(text):
     return [LETTERS.index(c) + 3 for c in text]
 
 
-def test_start_token_comes_once_from_the_config(make_tokenizer):
-    tokenizer = load_tokenizer(make_tokenizer(add_bos_token=True))
+def test_start_token_comes_once(make_tokenizer):
+    tokenizer = load_tokenizer(make_tokenizer(processor=True))
     assert tokenizer.encode("ab") == [1, *ids_of("ab")]
     assert tokenizer.encode("<s>ab") == [1, *ids_of("ab")]
 
@@ -56,9 +56,21 @@ def test_start_token_comes_from_the_post_processor_when_the_config_is_silent(mak
     assert load_tokenizer(make_tokenizer("b", processor=False)).encode("ab") == ids_of("ab")
 
 
-def test_the_config_overrules_the_post_processor(make_tokenizer):
-    tokenizer = load_tokenizer(make_tokenizer(processor=True, add_bos_token=False))
-    assert tokenizer.encode("ab") == ids_of("ab")
+@pytest.mark.parametrize("processor", [True, False])
+def test_where_config_and_post_processor_disagree_ids_are_those_of_transformers_and_it_is_told(
+    make_tokenizer, processor
+):
+    from transformers import AutoTokenizer
+
+    folder = make_tokenizer(
+        processor=processor, add_bos_token=not processor, tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>"
+    )
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    ours = load_tokenizer(folder)
+    assert ours.encode("ab") == theirs("ab").input_ids
+    assert f"add_bos_token={str(not processor).lower()}" in ours.notes[0]
+    agreed = make_tokenizer("agreed", processor=processor, add_bos_token=processor)
+    assert load_tokenizer(agreed).notes == ()
 
 
 @pytest.mark.parametrize("processor", [True, False])
@@ -170,6 +182,19 @@ def test_a_bad_line_is_named_by_its_number(tmp_path, bad):
         read_texts(path)
 
 
+def test_a_byte_order_mark_in_front_of_texts_is_no_text(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    assert read_texts(path) == [Passage("a", "text", "")]
+
+
+def test_json_nested_too_deeply_is_named_by_its_line(tmp_path):
+    deep = '{"text": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    with pytest.raises(DtoolError, match="line 2 is not a passage") as refusal:
+        read_texts(write(tmp_path, f'{{"text": "a"}}\n{deep}\n'))
+    assert "nested" in refusal.value.found
+
+
 def test_empty_missing_and_binary_files_are_refused(tmp_path):
     with pytest.raises(DtoolError, match="is empty"):
         read_texts(write(tmp_path, ""))
@@ -181,7 +206,7 @@ def test_empty_missing_and_binary_files_are_refused(tmp_path):
 
 
 def chats(make_tokenizer, tmp_path, *lines, **config):
-    tokenizer = load_tokenizer(make_tokenizer(**{"add_bos_token": True, "chat_template": TEMPLATE} | config))
+    tokenizer = load_tokenizer(make_tokenizer(**{"processor": True, "chat_template": TEMPLATE} | config))
     path = write(tmp_path, "".join(json.dumps(line) + "\n" for line in lines))
     return tokenizer, path
 
@@ -263,7 +288,7 @@ def test_documents_are_packed_with_end_tokens_between(make_tokenizer):
 
 
 def test_every_block_starts_with_the_start_token_of_a_tokenizer_that_has_one(make_tokenizer):
-    tokenizer = load_tokenizer(make_tokenizer(add_bos_token=True))
+    tokenizer = load_tokenizer(make_tokenizer(processor=True))
     blocks = token_blocks(passages("x", "a", [50]), tokenizer, blocks=4, seq_len=8, seed=0)
     assert (blocks[:, 0] == 1).all()
     assert (blocks[:, 1:] != 1).all()
@@ -300,7 +325,7 @@ def test_blocks_are_full_repeatable_or_refused(character_tokenizer, sizes, block
     assert first.shape == (blocks, seq_len)
     assert (first == token_blocks(texts, character_tokenizer, **options)).all()
     assert first.min() >= 2
-    assert first.max() < character_tokenizer.vocab_size
+    assert set(first.flat) <= set(character_tokenizer.ids)
 
 
 @pytest.fixture(scope="module")

@@ -286,16 +286,18 @@ def generate(
     tokenizer = load_tokenizer(path)
     runner = open_runner(path)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if chat else tokenizer.encode(prompt)
-    known = min(tokenizer.vocab_size, runner.config.vocab_size)
-    if known < runner.config.vocab_size:
-        say(f"note: {runner.config.vocab_size} rows, {known} tokens: the rows beyond the tokenizer are never chosen")
+    for note in tokenizer.notes:
+        say(f"note: {note}")
+    rows, stop = runner.config.vocab_size, tokenizer.stop_ids(runner.config.eos_token_ids)
+    allowed = tokenizer.allowed_ids(rows, stop)
+    if len(allowed) < rows:
+        say(f"note: {rows} rows, {len(allowed)} tokens: rows without a token are never chosen")
     limit = getattr(runner, "limits", None)
     room = (limit.capacity if limit is not None else None) or runner.config.context_len
     slots = capacity or min(room, len(ids) + max_new_tokens)
-    stop = tuple(dict.fromkeys((*runner.config.eos_token_ids, *tokenizer.eos_ids)))
-    generation = Generation(runner, ids, Sampler(allowed=known, **options), max_new_tokens, slots, stop)
+    generation = Generation(runner, ids, Sampler(allowed=allowed, **options), max_new_tokens, slots, stop)
     text = ""
-    for piece in stream_text(iter(generation), tokenizer.decode):
+    for piece in stream_text(iter(generation), tokenizer.decode, tokenizer.settler()):
         text += piece
         if not as_json:
             click.echo(piece, nl=False)

@@ -231,9 +231,8 @@ def test_moved_artifact_runs_from_anywhere(exported, tmp_path, monkeypatch):
     assert np.isfinite(runner.step(runner.new_state(1, 8), random_ids(1, 1, 3), np.array([3]), "prefill")).all()
 
 
-def test_checkpoint_is_only_read(tmp_path):
-    save_tiny(tmp_path / "m")
-    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+def test_checkpoint_is_only_read(tiny_text, tmp_path):
+    shutil.copytree(tiny_text, tmp_path / "m")
     before = {p.name: hash_file(p) for p in (tmp_path / "m").iterdir()}
     for path in (tmp_path / "m").iterdir():
         path.chmod(0o444)

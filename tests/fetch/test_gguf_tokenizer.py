@@ -151,6 +151,17 @@ def test_a_start_token_is_added_where_the_file_or_llama_cpp_says_so(tmp_path, to
     assert ours.eos_ids == (2,)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "llama-bpe", "sentencepiece"])
+def test_a_tokenizer_is_read_as_it_was_made_whatever_the_model(tmp_path, model_type, pre):
+    metadata = sentencepiece() if pre == "sentencepiece" else byte_tokenizer() | {"ggml.pre": pre}
+    assert not write_tokenizer(gguf_with(tmp_path / "m.gguf", metadata), tmp_path, 128)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 400}))
+    ours, made = load_tokenizer(tmp_path), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in TEXTS:
+        assert ours.encode(text) == made.encode(text).ids, text
+
+
 def test_a_file_without_a_known_tokenizer_gives_none_and_says_which(tmp_path):
     for changes, said in (({"ggml.pre": "viking"}, "gpt2 with viking"), ({"ggml.model": "t5"}, "t5 with smollm")):
         gguf = gguf_with(tmp_path / "m.gguf", byte_tokenizer() | changes)

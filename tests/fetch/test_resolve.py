@@ -3,6 +3,7 @@
 import fcntl
 import fnmatch
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,11 +35,14 @@ def hub(tiny, tmp_path, monkeypatch):
 
     hub = SimpleNamespace(repos={"org/tiny": tiny[0]}, asked=[], files=[], cache=tmp_path / "hub")
 
+    def names_in(folder):
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
     def model_info(_, repo, *, revision, timeout):
         hub.asked.append((repo, revision, timeout))
         if repo not in hub.repos:
             raise OSError(f"404 Client Error. Repository Not Found for {repo}.\nMore words")
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=p.name) for p in hub.repos[repo].iterdir()])
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names_in(hub.repos[repo])])
 
     def snapshot_download(repo, *, revision, allow_patterns=None, etag_timeout=None, local_files_only=False):
         folder = hub.cache / repo.replace("/", "--")
@@ -47,10 +51,11 @@ def hub(tiny, tmp_path, monkeypatch):
                 return str(folder)
             raise FileNotFoundError("Cannot find the revision in the cache. And so on")
         folder.mkdir(parents=True, exist_ok=True)
-        for path in hub.repos[repo].iterdir():
-            if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
-                (folder / path.name).write_bytes(path.read_bytes())
-                hub.files.append(path.name)
+        for name in names_in(hub.repos[repo]):
+            if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes((hub.repos[repo] / name).read_bytes())
+                hub.files.append(name)
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
@@ -161,6 +166,20 @@ def test_a_hub_name_gives_the_cached_folder_with_what_a_checkpoint_needs(hub, ti
     assert folder.is_dir()  # the hub's cache stays
     assert lines == ["org/tiny is no folder here: asking the hub"]
     (tiny[0] / "README.md").unlink()
+
+
+def test_every_file_that_decides_how_text_is_read_is_downloaded(hub, tiny_text, tmp_path):
+    repo = tmp_path / "text"
+    shutil.copytree(tiny_text, repo)
+    texts = ["added_tokens.json", "chat_template.jinja", "chat_templates/tools.jinja", "merges.txt", "vocab.json"]
+    for name in (*texts, "chat_templates/README.md", "training_args.json"):
+        (repo / name).parent.mkdir(exist_ok=True)
+        (repo / name).write_text("{}")
+    hub.repos["org/text"] = repo
+    with resolve_model("org/text", say):
+        pass
+    kept = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(set(hub.files)) == sorted([*kept, *texts])
 
 
 def test_a_revision_is_asked_for(hub):

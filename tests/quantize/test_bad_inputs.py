@@ -150,10 +150,11 @@ def test_chat_without_a_template_is_refused_before_weights_are_read(
     places = {"m": tiny_text, "x": text_export}
     for name, source in places.items():
         shutil.copytree(source, tmp_path / name)
-    for folder in (tmp_path / "m", tmp_path / "x" / "tokenizer"):
-        document = json.loads((folder / "tokenizer_config.json").read_text())
-        del document["chat_template"]
-        (folder / "tokenizer_config.json").write_text(json.dumps(document))
+    config = tmp_path / "m" / "tokenizer_config.json"
+    document = json.loads(config.read_text())
+    del document["chat_template"]
+    config.write_text(json.dumps(document))
+    (tmp_path / "x" / "tokenizer" / "chat_template.jinja").unlink()
     chat = calibration(texts["calibration"], chat=True)
     recipe = make_recipe(**STATIC, calibration=chat, parity={"data": str(texts["evaluation"])})
     found = refusal_of(by, seal(tmp_path / "x"), tmp_path / "m", recipe, tmp_path / "q")

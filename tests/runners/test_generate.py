@@ -66,7 +66,7 @@ def test_sampler_keeps_what_it_is_told_to():
     chosen = {Sampler(temperature=1.0, top_p=0.6, seed=s).choose(logits) for s in range(60)}
     assert chosen == {0, 1}
     assert {Sampler(temperature=1.0, top_k=1, seed=s).choose(logits) for s in range(20)} == {0}
-    assert Sampler(allowed=2).choose(np.array([0.0, 1.0, 9.0])) == 1
+    assert Sampler(allowed=[0, 1]).choose(np.array([0.0, 1.0, 9.0])) == 1
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}])

@@ -1,6 +1,5 @@
 """`dtool export`: a checkpoint folder becomes three ONNX graphs over one weights file."""
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,9 +12,10 @@ from toolchain.model.config import DecoderConfig
 from toolchain.model.foreign.scheme import QUANT_FILE, STORED_DETAILS, STORED_SCALES
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
+from toolchain.tokenizer import has_tokenizer, load_tokenizer, write_tokenizer
 
 STAGE = "export"
-PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript")
+PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "tokenizers", "transformers")
 WEIGHTS, ROPE, DECODER, TOKENIZER = "weights.safetensors", "rope.safetensors", "decoder.json", "tokenizer"
 
 
@@ -28,7 +28,8 @@ def export_checkpoint(
     """
     check_output(out, force=force, source=source)
     checkpoint = open_checkpoint(source, recipe.context_len)
-    for note in checkpoint.notes:
+    tokenizer = load_tokenizer(source) if has_tokenizer(source) else None
+    for note in (*checkpoint.notes, *(tokenizer.notes if tokenizer else ())):
         report(f"note: {note}")
     with create_artifact(out, STAGE, force=force) as draft:
         written = write_weights(checkpoint, recipe.compute_dtype, draft.path / WEIGHTS)
@@ -36,7 +37,8 @@ def export_checkpoint(
         write_graphs(draft.path, checkpoint.config, recipe.compute_dtype, written.entries)
         stored = write_stored_scales(checkpoint, draft.path, report)
         draft.write_json(DECODER, checkpoint.config.model_dump(mode="json"))
-        copy_tokenizer(checkpoint, draft.path / TOKENIZER)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, draft.path / TOKENIZER)
         draft.known_sha256[WEIGHTS] = written.sha256
         draft.lineage = lineage(checkpoint, written.source_sha256)
         draft.recipe = recipe.sections(STAGE)
@@ -62,7 +64,8 @@ def lineage(checkpoint: Checkpoint, weights_sha256: str) -> dict[str, str]:
     files = [checkpoint.path / "config.json", *checkpoint.tokenizer_files]
     if checkpoint.foreign is not None and (checkpoint.path / QUANT_FILE).is_file():
         files.append(checkpoint.path / QUANT_FILE)
-    return {"checkpoint.tensors": weights_sha256} | {f"checkpoint.{p.name}": hash_file(p) for p in files}
+    hashes = {f"checkpoint.{p.relative_to(checkpoint.path).as_posix()}": hash_file(p) for p in files}
+    return {"checkpoint.tensors": weights_sha256} | hashes
 
 
 def write_stored_scales(checkpoint: Checkpoint, folder: Path, report: Callable[[str], None]) -> dict[str, object]:
@@ -122,13 +125,6 @@ def write_graphs(folder: Path, config: DecoderConfig, compute_dtype: str, entrie
         assert found == tuple(s.name for s in (*contract.inputs, *contract.outputs)), found
         data = ir.serde.serialize_model(model).SerializeToString(deterministic=True)
         (folder / GRAPH_FILES[phase]).write_bytes(data)
-
-
-def copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy the tokenizer's files, writable, so that the artifact needs nothing else."""
-    folder.mkdir()
-    for path in checkpoint.tokenizer_files:
-        shutil.copyfile(path, folder / path.name)
 
 
 def contract_tables(config: DecoderConfig, contract: Mapping[str, object]) -> str:

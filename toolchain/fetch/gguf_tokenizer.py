@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolchain.artifact import dump_json
 from toolchain.fetch.gguf_file import Gguf
+from toolchain.tokenizer import MADE_BY_DTOOL
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -35,6 +36,7 @@ def write_tokenizer(gguf: Gguf, folder: Path, max_tokens: int) -> str:
         if tokenizer is None:
             return f"model {gguf.get('tokenizer.ggml.model', None)} with {gguf.get('tokenizer.ggml.pre', 'default')}"
         document = dump_json(_tokenizer_config(gguf, max_tokens))
+        _put_start_token(gguf, tokenizer)
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception; weights are worth having alone
         return f"broken: {str(error).splitlines()[0]}"
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -111,17 +113,29 @@ def special_tokens_from_gguf(gguf: Gguf) -> dict[str, str]:
     return {name: tokens[i] for name, i in ids.items() if i is not None}
 
 
+def _put_start_token(gguf: Gguf, tokenizer: "Tokenizer") -> None:
+    """Have the tokenizer put its start token in front of texts, where the file asks for it."""
+    from tokenizers import processors
+
+    start = special_tokens_from_gguf(gguf).get("bos_token")
+    # llama.cpp puts a start token before SentencePiece text unless the file says no, and the other way round
+    asked = gguf.get("tokenizer.ggml.add_bos_token", gguf.get("tokenizer.ggml.model") == "llama")
+    if start is None or not asked:
+        return
+    known = [(start, tokenizer.token_to_id(start))]
+    tokenizer.post_processor = processors.TemplateProcessing([start, "$A"], [start, "$A", "$B"], known)
+
+
 def _tokenizer_config(gguf: Gguf, max_tokens: int) -> dict[str, Any]:
     config = {
-        # The class that loads tokenizer.json as it is; a model's own class would rebuild its parts.
+        # The class that loads tokenizer.json as it is; a model's own class would rebuild its parts. transformers
+        # takes Qwen2's own all the same, which is right where the file has Qwen2's pre-tokenizer.
         "tokenizer_class": "PreTrainedTokenizerFast",
+        MADE_BY_DTOOL: True,
         "model_max_length": max_tokens,
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
         **special_tokens_from_gguf(gguf),
     }
-    # llama.cpp puts a start token before SentencePiece text unless the file says no, and the other way round
-    if gguf.get("tokenizer.ggml.add_bos_token", gguf.get("tokenizer.ggml.model") == "llama"):
-        config["add_bos_token"] = True
     template = gguf.get("tokenizer.chat_template", None)
     return config | ({"chat_template": template} if template else {})

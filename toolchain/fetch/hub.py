@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from toolchain.errors import DtoolError, name_list
-from toolchain.model.checkpoint import TOKENIZER_FILES
+from toolchain.tokenizer import is_tokenizer_file
 
 HUB_SECONDS = 10
 WEIGHTS = (
@@ -46,8 +46,8 @@ def download_snapshot(repo: str, revision: str | None = None, *, weights: bool =
             huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=exactly, etag_timeout=HUB_SECONDS)
         )
 
-    wanted = ("config.json", *TOKENIZER_FILES, *((first,) if weights else ()))
-    folder = download([name for name in wanted if name in names])
+    wanted = {"config.json", first} if weights else {"config.json"}
+    folder = download([name for name in names if name in wanted or is_tokenizer_file(name)])
     if weights and first.endswith(".index.json"):
         weight_map = json.loads((folder / first).read_text("utf-8")).get("weight_map", {})
         folder = download(sorted({str(shard) for shard in weight_map.values()} & set(names)))

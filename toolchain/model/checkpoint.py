@@ -21,15 +21,9 @@ from toolchain.model.hf import Stored, benign_suffixes, config_from_hf, root_pre
 from toolchain.model.parameters import EMBEDDING, HEAD, parameter_shapes
 from toolchain.model.pickle_file import read_pickle
 from toolchain.tensor_file import TensorEntry, read_chunks, read_header
+from toolchain.tokenizer import has_tokenizer, tokenizer_files
 
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +91,9 @@ def open_checkpoint(folder: Path, context_len: int | None = None) -> Checkpoint:
         layers = [f"model.layers.{i}.self_attn.qkv_proj.weight" for i in range(config.num_hidden_layers)]
         cache = name_cache_scales(taken, [parameters[name].names for name in layers], notes) if scheme.kv_format else {}
         foreign = Foreign(scheme, cache)
-    files = tuple(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
-    if folder / "tokenizer.json" not in files:
+    if not has_tokenizer(folder):
         notes.append("no tokenizer.json: text commands will refuse, parity and bench by token ids work")
-    return Checkpoint(folder, config, parameters, files, tuple(notes), foreign)
+    return Checkpoint(folder, config, parameters, tokenizer_files(folder), tuple(notes), foreign)
 
 
 def read_quantized_config(folder: Path, notes: list[str]) -> tuple[dict[str, Any], Scheme | None]:

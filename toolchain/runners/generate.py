@@ -1,7 +1,7 @@
 """Generating tokens: prefill once, then decode, one `step` protocol for every backend."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,20 +10,26 @@ import numpy as np
 from toolchain.errors import DtoolError
 from toolchain.runners.runner import Array, Runner
 
+# Tokens decoded with the next one, to tell what it stands for. One that has text would do for every
+# decoder of the `tokenizers` package.
+CONTEXT = 64
+
 
 @dataclass(slots=True)
 class Sampler:
     """How the next token is chosen. temperature 0 is greedy; top_k 0 and top_p 1 keep everything.
 
-    `allowed` is the number of ids the tokenizer knows: rows the model pads beyond them are never
-    chosen. Nucleus sampling: Holtzman et al., arXiv 1904.09751.
+    `allowed` are the ids that may be chosen, ascending; None allows all. A model may have rows beyond or
+    between the tokenizer's ids: those stand for nothing. Nucleus sampling: Holtzman et al.,
+    arXiv 1904.09751.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    allowed: int | None = None
+    allowed: Sequence[int] | None = None
+    allowed_ids: Array | None = field(init=False)
     random: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -34,20 +40,22 @@ class Sampler:
                 found=f"temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}",
                 fix="choose values in these ranges",
             )
+        self.allowed_ids = None if self.allowed is None else np.array(self.allowed, np.int64)
         self.random = np.random.default_rng(self.seed)
 
     def choose(self, logits_V: Array) -> int:
         """The next id."""
-        scores = logits_V[: self.allowed].astype(np.float64)
+        ids = np.arange(len(logits_V)) if self.allowed_ids is None else self.allowed_ids
+        scores = logits_V[ids].astype(np.float64)
         if self.temperature == 0:
-            return int(scores.argmax())
+            return int(ids[scores.argmax()])
         scores = scores / self.temperature
         order = np.argsort(-scores, kind="stable")[: self.top_k or None]
         weights = np.exp(scores[order] - scores[order[0]])
         weights /= weights.sum()
         kept = int(np.searchsorted(np.cumsum(weights), self.top_p)) + 1
         weights = weights[:kept] / weights[:kept].sum()
-        return int(self.random.choice(order[:kept], p=weights))
+        return int(ids[self.random.choice(order[:kept], p=weights)])
 
 
 @dataclass(slots=True)
@@ -84,19 +92,36 @@ class Generation:
         self.finish = "length"
 
 
-def stream_text(ids: Iterator[int], decode: Any) -> Iterator[str]:
-    """Text as it becomes certain: a piece is held back while it ends inside a multi-byte character.
+def whole_characters(ids: Sequence[int], text: str) -> str:  # noqa: ARG001 - some decoders need the ids
+    """The text without the character at its end that lacks bytes."""
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")
 
-    `decode` maps a list of ids to text.
+
+def stream_text(
+    ids: Iterator[int],
+    decode: Callable[[list[int]], str],
+    settled: Callable[[Sequence[int], str], str] = whole_characters,
+) -> Iterator[str]:
+    """Text as it becomes certain, in pieces that together are the text of all ids.
+
+    `decode` maps ids to text: the text of a token depends on those before it, a leading space above all.
+    `settled` gives the part of that text which later ids leave alone.
     """
-    seen: list[int] = []
-    shown = ""
+    window: list[int] = []
+    shown = 0
     for token in ids:
-        seen.append(token)
-        text = decode(seen)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}") and len(text) > len(shown):
-            yield text[len(shown) :]
-            shown = text
-    text = decode(seen) if seen else ""
-    if len(text) > len(shown):
-        yield text[len(shown) :]
+        window.append(token)
+        whole = decode(window)
+        text = settled(window, whole)
+        if len(text) > shown:
+            yield text[shown:]
+            shown = len(text)
+        # Decoding everything for each token would cost the square of the length. Where nothing is held
+        # back, the last tokens are context enough for the next, if alone they give the same text.
+        if len(window) >= 2 * CONTEXT and shown == len(whole):
+            tail = decode(window[-CONTEXT:])
+            if tail and whole.endswith(tail):
+                window, shown = window[-CONTEXT:], len(tail)
+    whole = decode(window) if window else ""
+    if len(whole) > shown:
+        yield whole[shown:]
