@@ -101,9 +101,9 @@ class Draft:
         (self.path / name).write_text(dump_json(document), "utf-8")
 
 
-def dump_json(document: Any) -> str:
+def dump_json(document: Any, *, ascii_only: bool = False) -> str:
     """Canonical JSON text: sorted keys, two-space indent, one newline at the end."""
-    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=ascii_only) + "\n"
 
 
 def hash_file(path: Path) -> str:

@@ -13,9 +13,23 @@ from typing import Any
 
 import click
 
-from toolchain.errors import DtoolError, stopped_by_signals
+from toolchain.guard import guarded, reader_left
 from toolchain.option_types import FOLDER, NAME
-from toolchain.options import FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, STATISTICS, load, say, show
+from toolchain.options import (
+    FORCE,
+    HTML,
+    JSON,
+    MODEL,
+    OUT,
+    PLUGINS,
+    RECIPE,
+    SET,
+    STATISTICS,
+    load,
+    needs_ascii,
+    say,
+    show,
+)
 
 
 @contextlib.contextmanager
@@ -299,10 +313,11 @@ def generate(
         text += piece
         if not as_json:
             click.echo(piece, nl=False)
-            sys.stdout.flush()
+        if reader_left():
+            return
     if as_json:
         found = {"text": text, "finish": generation.finish, "prompt_tokens": len(ids)}
-        click.echo(json.dumps(found, ensure_ascii=False))
+        click.echo(json.dumps(found, ensure_ascii=needs_ascii()))
         return
     click.echo()
     say(f"[{generation.finish}]")
@@ -379,20 +394,8 @@ def verify(path: Path) -> None:
 
 def main() -> None:
     """Entry point: failures end in one message and their exit code, never in a traceback."""
-    with stopped_by_signals():
-        try:
-            dtool.main(standalone_mode=False)
-        except click.exceptions.Abort:
-            sys.exit(130)
-        except click.ClickException as error:
-            error.show()
-            sys.exit(error.exit_code)
-        except DtoolError as error:
-            click.echo(f"error: {error}", err=True)
-            sys.exit(error.exit_code)
-        except OSError as error:
-            click.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)
-            sys.exit(1)
+    with guarded():
+        dtool.main(standalone_mode=False)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,6 @@ def expose_values(artifact: Artifact, names: Sequence[str]) -> tuple[bytes, Any]
     declared = {output.name for output in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in declared)
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # its errors are raised: logged too, each would be told twice
     options.add_session_config_entry(EXTERNAL_FOLDER, str(path.parent.absolute()))
     return model.SerializeToString(), options

@@ -14,6 +14,7 @@ from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS
 from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, graph_io
+from toolchain.memory import require_memory
 from toolchain.model.caches import CacheFormat, caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.processor import probe_integer_products
@@ -47,6 +48,8 @@ class OnnxRunner:
                 found="16-bit sums of uint8 x int8 products",
                 fix="build the engine again on this machine: it then stores its weights in another form",
             )
+        mapped = sum(entry.bytes for name, entry in artifact.manifest.files.items() if name.endswith(".safetensors"))
+        require_memory(mapped, f"{artifact.path}", mapped=True)
         self.limits = artifact_limits(artifact)
         self.threads = threads
         self.sessions: dict[Phase, Any] = {}
@@ -142,7 +145,7 @@ def make_session(path: Path, threads: int, kind: str) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # its errors are raised: logged too, each would be told twice
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if kind == "onnx":
         options.add_session_config_entry("session.disable_prepacking", "1")
