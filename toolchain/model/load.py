@@ -56,7 +56,7 @@ def load_artifact_decoder(artifact: Artifact, dtype: str = "") -> Decoder:
             found=f"stage {artifact.manifest.stage}",
             fix="give the artifact the engine was built from",
         )
-    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    config = artifact.read("decoder.json", DecoderConfig)
     entries = read_header(artifact.file("weights.safetensors"))
     dtype = dtype or str(artifact.manifest.details["compute_dtype"])
     decoder = empty_decoder(config)
