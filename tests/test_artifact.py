@@ -70,7 +70,7 @@ def test_failed_replacement_keeps_the_old_one(tmp_path):
         (lambda p: (p / "a.bin").write_bytes(b"jello"), "sha256"),
         (lambda p: (p / "a.bin").unlink(), "missing: a.bin"),
         (lambda p: (p / "b.bin").write_bytes(b""), "not in the manifest: b.bin"),
-        (lambda p: (p / MANIFEST).write_text("{"), "cannot be read"),
+        (lambda p: (p / MANIFEST).write_text("{"), "is not JSON"),
         (lambda p: (p / MANIFEST).write_text('{"schema_version": 99}'), "schema version"),
         (lambda p: (p / MANIFEST).unlink(), "not a dtool artifact"),
     ],

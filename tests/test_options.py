@@ -67,3 +67,9 @@ def test_gpu_check_refuses_it_too(option, capsys):
     with pytest.raises(SystemExit, match="2"):
         gpu_check([option, ""])
     assert f"{option}: it is empty: name something" in capsys.readouterr().err
+
+
+def test_a_link_to_itself_is_a_usage_error(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for arguments in (("verify", tmp_path / "loop"), ("export", ".", "-r", "int8", "-o", tmp_path / "loop")):
+        assert "leads back to itself" in call(*arguments, code=2)[1]

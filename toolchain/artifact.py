@@ -16,40 +16,20 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
 
 from toolchain.errors import DtoolError, name_list
+from toolchain.manifest import FileEntry, Manifest
 
+Model = TypeVar("Model", bound=pydantic.BaseModel)
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 TIMINGS = "timings.json"
 PAGE_MARK = '<meta name="generator" content="dtool">'
 """Near the top of every HTML page dtool writes: such a file may be written anew."""
 CHUNK_BYTES = 1 << 22
-
-
-class FileEntry(pydantic.BaseModel, frozen=True, extra="forbid"):
-    """Size and digest of one file of an artifact."""
-
-    bytes: int
-    sha256: str
-
-
-class Manifest(pydantic.BaseModel, frozen=True, extra="forbid"):
-    """What an artifact is, what it was made from, and the digest of every file in it."""
-
-    schema_version: int
-    stage: str
-    key: str
-    lineage: dict[str, str]
-    recipe: dict[str, Any]
-    versions: dict[str, str]
-    target: dict[str, Any]
-    kv_contract: dict[str, Any]
-    details: dict[str, Any]
-    files: dict[str, FileEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +56,20 @@ class Artifact:
         return self.path / name
 
     def json(self, name: str) -> Any:
-        """One of its JSON files, parsed."""
-        return json.loads(self.file(name).read_text("utf-8"))
+        """One of its JSON files, parsed. Raises DtoolError when it is none."""
+        return read_json(self.file(name))
+
+    def read(self, name: str, model: type[Model]) -> Model:
+        """One of its JSON files as the model that describes it. Raises DtoolError when it does not fit."""
+        try:
+            return model.model_validate(self.json(name))
+        except pydantic.ValidationError as error:
+            raise DtoolError(
+                f"{self.path / name} cannot be used",
+                expected=f"a {model.__name__} as dtool {importlib.metadata.version('dtool')} writes it",
+                found=_first_fault(error),
+                fix="make the artifact again with this version of dtool",
+            ) from error
 
 
 @dataclass(slots=True)
@@ -101,9 +93,18 @@ class Draft:
         (self.path / name).write_text(dump_json(document), "utf-8")
 
 
-def dump_json(document: Any) -> str:
+def dump_json(document: Any, *, ascii_only: bool = False) -> str:
     """Canonical JSON text: sorted keys, two-space indent, one newline at the end."""
-    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    return json.dumps(document, indent=2, sort_keys=True, ensure_ascii=ascii_only) + "\n"
+
+
+def read_json(path: Path, fix: str = "make the artifact again, or copy it again") -> Any:
+    """What a JSON file holds; a byte order mark, as some editors write it, is passed over. Raises DtoolError."""
+    try:
+        return json.loads(path.read_text("utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, an endless number, or too deep
+        found = "it is nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0][:200]
+        raise DtoolError(f"{path} is not JSON", expected="JSON in UTF-8", found=found, fix=fix) from error
 
 
 def hash_file(path: Path) -> str:
@@ -157,9 +158,15 @@ def open_artifact(path: Path, stages: Iterable[str] = (), *, check_hashes: bool 
     return artifact
 
 
+def _first_fault(error: pydantic.ValidationError) -> str:
+    """The first field that does not fit, and why."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+
+
 def _read_manifest(path: Path) -> Manifest:
+    document = read_json(path)
     try:
-        document = json.loads(path.read_text("utf-8"))
         if document.get("schema_version") != SCHEMA_VERSION:
             raise DtoolError(
                 f"{path} has another schema version",
@@ -168,9 +175,11 @@ def _read_manifest(path: Path) -> Manifest:
                 fix="make the artifact again with this version of dtool",
             )
         return Manifest.model_validate(document)
-    except (ValueError, AttributeError) as error:
-        found, fix = str(error).splitlines()[0], "make the artifact again"
-        raise DtoolError(f"{path} cannot be read", expected="a manifest of dtool", found=found, fix=fix) from error
+    except (ValueError, AttributeError) as error:  # AttributeError: no object
+        found = _first_fault(error) if isinstance(error, pydantic.ValidationError) else type(document).__name__
+        raise DtoolError(
+            f"{path} cannot be read", expected="a manifest of dtool", found=found, fix="make the artifact again"
+        ) from error
 
 
 def verify_files(artifact: Artifact, *, check_hashes: bool, later: str = "") -> None:

@@ -13,9 +13,23 @@ from typing import Any
 
 import click
 
-from toolchain.errors import DtoolError, stopped_by_signals
+from toolchain.guard import guarded, reader_left
 from toolchain.option_types import FOLDER, NAME
-from toolchain.options import FORCE, HTML, JSON, MODEL, OUT, PLUGINS, RECIPE, SET, STATISTICS, load, say, show
+from toolchain.options import (
+    FORCE,
+    HTML,
+    JSON,
+    MODEL,
+    OUT,
+    PLUGINS,
+    RECIPE,
+    SET,
+    STATISTICS,
+    load,
+    needs_ascii,
+    say,
+    show,
+)
 
 
 @contextlib.contextmanager
@@ -74,7 +88,7 @@ def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, 
     check_output(out, force=force, source=Path(model) if Path(model).exists() else None)
     with _opened(model) as folder:
         artifact = export_checkpoint(folder, recipe, out, force=force, report=say)
-    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    config = artifact.read("decoder.json", DecoderConfig)
     one_layer = config.model_copy(update={"num_hidden_layers": 1})
     click.echo(contract_tables(one_layer, artifact.manifest.kv_contract))
     click.echo(f"\nthe caches of layer 0 stand for all {config.num_hidden_layers} layers")
@@ -169,13 +183,13 @@ def build_engine_command(
     html: Path | None,
 ) -> None:
     """Exported or quantized artifact -> engines for the recipe's backend and targets."""
-    from toolchain.artifact import TIMINGS
+    from toolchain.artifact import TIMINGS, read_json
     from toolchain.engine.report import page
     from toolchain.engine.stage import build_engine
 
     recipe = load(recipe_name, overrides, "engine")
     artifact = build_engine(source, recipe, out, force=force, plugin_libraries=plugin_libraries, report=say)
-    document, timings = artifact.json("report.json"), json.loads((artifact.path / TIMINGS).read_text("utf-8"))
+    document, timings = artifact.json("report.json"), read_json(artifact.path / TIMINGS)
     show(document, lambda: page(document, timings), as_json=as_json, html=html)
     say(f"written to {out}")
 
@@ -273,7 +287,7 @@ def bench(
 @click.option("--temperature", default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", default=0, show_default=True, help="Keep the k best tokens; 0 keeps all.")
 @click.option("--top-p", default=1.0, show_default=True, help="Keep the smallest set with this probability.")
-@click.option("--seed", default=0, show_default=True)
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0))
 @JSON
 def generate(
     path: Path, prompt: str, chat: bool, max_new_tokens: int, capacity: int | None, as_json: bool, **options: Any
@@ -301,10 +315,11 @@ def generate(
         text += piece
         if not as_json:
             click.echo(piece, nl=False)
-            sys.stdout.flush()
+        if reader_left():
+            return
     if as_json:
         found = {"text": text, "finish": generation.finish, "prompt_tokens": len(ids)}
-        click.echo(json.dumps(found, ensure_ascii=False))
+        click.echo(json.dumps(found, ensure_ascii=needs_ascii()))
         return
     click.echo()
     say(f"[{generation.finish}]")
@@ -381,20 +396,8 @@ def verify(path: Path) -> None:
 
 def main() -> None:
     """Entry point: failures end in one message and their exit code, never in a traceback."""
-    with stopped_by_signals():
-        try:
-            dtool.main(standalone_mode=False)
-        except click.exceptions.Abort:
-            sys.exit(130)
-        except click.ClickException as error:
-            error.show()
-            sys.exit(error.exit_code)
-        except DtoolError as error:
-            click.echo(f"error: {error}", err=True)
-            sys.exit(error.exit_code)
-        except OSError as error:
-            click.echo(f"error: {error.strerror or error}: {error.filename or ''}", err=True)
-            sys.exit(1)
+    with guarded():
+        dtool.main(standalone_mode=False)
 
 
 if __name__ == "__main__":

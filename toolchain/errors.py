@@ -52,8 +52,10 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 @contextlib.contextmanager
-def stopped_by_signals() -> Iterator[None]:
+def stopped_by_signals() -> Iterator[list[int]]:
     """End the block and the process on Ctrl-C and SIGTERM, by an exception: what is half-written is removed.
+
+    Yields the list of the signals that came, empty until one does.
 
     The exit code says so, whatever a library in the middle of its import makes of that exception.
     """
@@ -67,7 +69,7 @@ def stopped_by_signals() -> Iterator[None]:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, stop)
     try:
-        yield
+        yield stopped
     except BaseException:
         if not stopped:
             raise

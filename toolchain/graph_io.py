@@ -8,12 +8,17 @@ keep their caches in different formats (`model.caches`).
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS
 from toolchain.model.caches import SCALE_PARTS, CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.tensor_file import TensorEntry
+
+if TYPE_CHECKING:
+    import onnx
 
 Phase = Literal["prefill", "decode", "evaluation"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "evaluation")
@@ -23,6 +28,22 @@ CACHE_LAYOUT = "batch, kv_heads, capacity, head_dim"
 PAST, PRESENT = "past_key_values.", "present."
 
 Dim = int | str
+
+
+def load_graph(path: Path) -> "onnx.ModelProto":
+    """The graph in a file, its weights left where they are. Raises DtoolError when it is no ONNX file."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    model, fault = onnx.ModelProto(), "a graph without nodes"  # as which an empty file reads
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except DecodeError as error:
+        fault = str(error)
+    if not model.graph.node:
+        fix = "make the artifact again, or copy it again"
+        raise DtoolError(f"{path} cannot be read", expected="an ONNX graph", found=fault, fix=fix)
+    return model
 
 
 @dataclass(frozen=True, slots=True)

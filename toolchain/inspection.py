@@ -132,7 +132,7 @@ def _config_alone(path: Path, context: int | None) -> tuple[DecoderConfig, tuple
 
 def _inspect_artifact(artifact: Artifact, question: Question) -> tuple[dict[str, Any], Page]:
     manifest = artifact.manifest
-    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    config = artifact.read("decoder.json", DecoderConfig)
     weights = artifact.path / "weights.safetensors"
     stored = read_header(weights) if weights.is_file() else {}
     sizes, stored_format = _sizes(stored), _weight_format(stored)

@@ -3,6 +3,7 @@
 As a path it would be the current folder, which nobody means by it.
 """
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,16 @@ class _NotEmpty(click.ParamType):
 
 class _NamedPath(_NotEmpty, click.Path):
     instead = ", or '.' for the current folder"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, which need not exist; links that lead in a circle lead nowhere."""
+        path = super().convert(value, param, ctx)
+        try:
+            path.stat()
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                self.fail(f"{path} is a link that leads back to itself", param, ctx)
+        return path
 
 
 class _Name(_NotEmpty, click.types.StringParamType):

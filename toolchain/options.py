@@ -4,6 +4,7 @@ Heavy imports stand inside the functions, so that `dtool --help` is instant.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,13 @@ def say(line: str) -> None:
 
 def load(name: str, overrides: Iterable[str], *stages: str, tried: Iterable[str] = ()) -> Any:
     """The recipe a command was given; what of it does nothing in these stages is told (`Recipe.idle`)."""
+    from toolchain.memory import require_torch
     from toolchain.recipe import load_recipe
 
     recipe = load_recipe(name, overrides)
     for line in recipe.idle(stages, tried):
         say(f"note: {line}")
+    require_torch()  # every command with a recipe imports it
     return recipe
 
 
@@ -92,4 +95,9 @@ def show(document: Any, page: Callable[[], Any], *, as_json: bool, html: Path | 
 
     if html is not None:
         write_atomic(html, render_html(page()).encode())
-    click.echo(dump_json(document) if as_json else render_text(page()), nl=False)
+    click.echo(dump_json(document, ascii_only=needs_ascii()) if as_json else render_text(page()), nl=False)
+
+
+def needs_ascii() -> bool:
+    """Whether JSON on stdout must be in ASCII: another encoding than Unicode's lacks characters, JSON escapes them."""
+    return not str(sys.stdout.encoding).lower().startswith("utf")

@@ -304,7 +304,7 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
             found=f"byte 0x{error.object[error.start]:02x} at {error.start}: {error.reason}",
             fix="save it again with the encoding UTF-8, if it is the recipe",
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DtoolError(
             f"{path} is not valid TOML",
             expected="key = value and [section] lines",

@@ -26,7 +26,7 @@ def apply_change(document: dict[str, Any], override: str) -> None:
         )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, a number without end, or nested too deeply
         value = text
     *sections, last = key.strip().split(".")
     table: Any = document

@@ -23,6 +23,8 @@ KINDS = {
 OVERRIDES_SET = """--set 'overrides=[{match=["..."], weights={...}}]'"""
 """How a list of tables is written on a command line; the settings are for the user to say."""
 LONGEST = 80
+MOST_DIGITS = 20
+"""Of a number that may be meant; Python refuses to read thousands."""
 OWN_KEY = re.compile(r"(?<!\S)\.(\w+)")
 """A key of the section whose validator speaks, as `.format`: only the recipe knows where the section lies."""
 
@@ -146,7 +148,9 @@ def _parts(value: Any) -> list[Any]:
 
 def toml_list(values: Iterable[Any], of: type) -> str:
     """These values as a list in TOML; empty where they do not fit it, and `[]` of text where there are none."""
-    values = [int(v) if of is int and isinstance(v, str) and v.isdecimal() else v for v in values]
+    if of is int:
+        values = [int(v) if isinstance(v, str) and v.isdecimal() and len(v) < MOST_DIGITS else v for v in values]
+    values = list(values)
     fitting = all(type(value) is of for value in values) and (of is str or values)
     return f"[{', '.join(json.dumps(value, ensure_ascii=False) for value in values)}]" if fitting else ""
 

@@ -40,7 +40,7 @@ def test_an_export_is_measured_cold(tmp_path):
 def test_a_failed_export_shows_its_last_words(tmp_path):
     with pytest.raises(DtoolError, match="no such layer") as caught:
         measure_export(tmp_path, "int8", command=stub("import sys; sys.exit('no such layer')"))
-    assert "exit 1" in str(caught.value)
+    assert "exit status 1" in str(caught.value)
 
 
 def test_exit_codes_and_output_come_back():

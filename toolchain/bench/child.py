@@ -9,6 +9,7 @@ from pathlib import Path
 from toolchain.bench.latency import check_cases, generate_timed, make_prompts, new_case, prepare
 from toolchain.bench.memory import own_memory, use_threads
 from toolchain.errors import DtoolError
+from toolchain.memory import memory_error
 from toolchain.recipe_sections import Bench
 from toolchain.runners.open import eager_runner, open_runner
 from toolchain.runners.runner import Runner
@@ -23,9 +24,12 @@ def main(arguments: list[str]) -> int:
         check_cases(runner, longest)
         case = new_case(runner, make_prompts(runner.config.vocab_size, longest)[0], longest.new_tokens)
         generate_timed(case, lambda: 0.0)
-    except DtoolError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - the parent reads it
-        return error.exit_code
+    except Exception as error:
+        worded = error if isinstance(error, DtoolError) else memory_error(error)
+        if worded is None:
+            raise
+        print(worded, file=sys.stderr)  # noqa: T201 - the parent reads it
+        return worded.exit_code
     print(own_memory().model_dump_json())  # noqa: T201 - the parent reads it
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from toolchain.bench import measured
 from toolchain.errors import DtoolError
+from toolchain.memory import ending
 from toolchain.model.config import DecoderConfig
 from toolchain.model.hf import config_from_hf, stored_parts
 from toolchain.report import Page, Table
@@ -31,7 +32,7 @@ def measure_export(model: Path, recipe_name: str, *, command: Sequence[str] = DT
         cost = run_cold([*command, "export", str(model), "-r", recipe_name, "-o", str(out)])
         if cost["exit"] != 0:
             raise DtoolError(
-                f"the export of {model} failed (exit {cost['exit']})",
+                f"the export of {model} failed ({ending(cost['exit'])})",
                 expected="a finished export to measure",
                 found=str(cost["output_tail"]).strip() or "no output",
                 fix="run the same `dtool export` by hand",

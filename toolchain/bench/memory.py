@@ -33,6 +33,7 @@ import pydantic
 
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
+from toolchain.memory import ending
 from toolchain.model.caches import CacheFormat, caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.model.parameters import EMBEDDING, HEAD, parameter_shapes
@@ -190,7 +191,7 @@ def measure_peak(path: Path, bench: Bench, *, eager: bool, context_len: int | No
         raise DtoolError(
             f"peak memory of {path} could not be measured",
             expected="a child process that opens it and generates",
-            found=(" ".join(done.stderr.split())[-400:] or "no message") + f" (exit {done.returncode})",
+            found=(" ".join(done.stderr.split())[-400:] or "no message") + f" ({ending(done.returncode)})",
             fix="run `dtool generate` on it to see the failure itself",
         )
     return PeakMemory.model_validate(json.loads(done.stdout.splitlines()[-1]))

@@ -115,7 +115,7 @@ def bench_artifact(
         )
     artifact = open_artifact(candidate)
     load_average = os.getloadavg()[0]
-    bench, config = recipe.bench, DecoderConfig.model_validate(artifact.json("decoder.json"))
+    bench, config = recipe.bench, artifact.read("decoder.json", DecoderConfig)
     check_bench(str(candidate), bench, artifact_limits(artifact), config.context_len)
     threads = use_threads(bench.threads)
     runners, load_ms = _open_both(candidate, model, bench.threads)

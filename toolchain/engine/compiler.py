@@ -21,6 +21,7 @@ from pathlib import Path
 import toolchain
 from toolchain.engine.profiles import Profile
 from toolchain.errors import DtoolError
+from toolchain.memory import NO_MEMORY, ending, memory_at_hand, size_text
 
 CHILD = "toolchain.engine.compile_child"
 REFUSED = 3
@@ -31,11 +32,7 @@ LOG_LINES = 6
 NAMES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "CUDA_VISIBLE_DEVICES")
 BASE_RSS_BYTES, RSS_PER_WEIGHT_BYTE = 400_000_000, 4  # 1.4 GB was measured for 0.27 GB of weights
-_MEMORY = re.compile(
-    r"out of memory|bad_alloc|cannot allocate memory|MemoryError|OutOfMemory"
-    r"|CHECK\(p\) failed",  # the compiler's null check after an allocation, seen under a memory limit
-    re.IGNORECASE,
-)
+COMPILE_ELSEWHERE = "free memory, or compile on a larger machine"
 _FIXES = (
     (
         re.compile(r"dedicated kernel"),
@@ -44,7 +41,7 @@ _FIXES = (
     (re.compile(r"HW-specific datatypes"), "leave out the targets that lack the format"),
     (re.compile(r"(?i)plugin.*(not found|creator)"), "give the library that holds the plugin: --plugin-library FILE"),
     (re.compile(r"workspace|WORKSPACE"), "raise engine.memory_limit_mb, or leave it out"),
-    (_MEMORY, "free memory, or compile on a larger machine"),
+    (NO_MEMORY, COMPILE_ELSEWHERE),
 )
 
 
@@ -167,13 +164,19 @@ def _explain_failure(request: BuildRequest, status: int) -> DtoolError:
     name, compiler = request.onnx.stem, NAMES[request.backend]
     if status == REFUSED:
         return DtoolError(f"{compiler} cannot compile {name}", expected="a plan", found=last, fix=fix)
-    ended = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    if -status == signal.SIGKILL:
-        ended += ", which is what the system does to a process when memory runs out"
-        fix = fix or "free memory, or compile on a larger machine"
+    ended = ending(status)
+    if -status == signal.SIGKILL or NO_MEMORY.search(log):
+        ended += f"; {_memory_text(request)}"
+        fix = fix or COMPILE_ELSEWHERE
     return DtoolError(
         f"the {compiler} compiler of {name} died",
         expected="a process that ends by itself",
         found=f"{ended}; its last lines: {last}",
         fix=fix or "try again; if it dies again, report it with these lines",
     )
+
+
+def _memory_text(request: BuildRequest) -> str:
+    """The memory that compiling takes by estimate, and what there is now that the compiler has ended."""
+    weights = sum(path.stat().st_size for path in request.folder.glob("*.safetensors"))
+    return f"about {size_text(estimate_rss_bytes(weights))} is needed, {memory_at_hand()}"

@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
 from toolchain.artifact import Artifact, Draft
 from toolchain.engine.linears import Linear, find_linears
 from toolchain.errors import DtoolError
-from toolchain.graph_io import GRAPH_FILES, PHASES, Phase, external_initializer
+from toolchain.graph_io import GRAPH_FILES, PHASES, Phase, external_initializer, load_graph
 from toolchain.model.config import DecoderConfig
 from toolchain.model.positions import rope_table_names
 from toolchain.numerics import INT8_QMAX
@@ -76,7 +75,7 @@ def build_onnxruntime(source: Artifact, draft: Draft, report: Callable[[str], No
             found=str(compute),
             fix="export again with --set compute_dtype=float32",
         )
-    config = DecoderConfig.model_validate(source.json("decoder.json"))
+    config = source.read("decoder.json", DecoderConfig)
     shared = RewrittenGraphs(config, read_header(source.file(WEIGHTS)), not probe_integer_products())
     models = {phase: _rewrite(source.file(GRAPH_FILES[phase]), phase, shared) for phase in PHASES}
     _write_tensors(shared, draft)
@@ -102,7 +101,7 @@ def build_onnxruntime(source: Artifact, draft: Draft, report: Callable[[str], No
 
 
 def _rewrite(path: Path, phase: Phase, shared: RewrittenGraphs) -> ir.Model:
-    model = ir.serde.deserialize_model(onnx.load(path, load_external_data=False))
+    model = ir.serde.deserialize_model(load_graph(path))
     rewriter = _Rewriter(model.graph, phase, shared)
     rewriter.embedding()
     for linear in find_linears(model.graph):

@@ -10,7 +10,7 @@ from toolchain.engine.profiles import ENGINE_PHASES
 from toolchain.engine.rules import RULES, TOOL_RULES, Facts
 from toolchain.engine.targets import Target, require_format, targets_named
 from toolchain.errors import DtoolError
-from toolchain.graph_io import GRAPH_FILES
+from toolchain.graph_io import GRAPH_FILES, load_graph
 from toolchain.model.config import DecoderConfig
 from toolchain.processor import installed_gpus
 from toolchain.recipe import BACKEND_MODULES, Recipe
@@ -23,7 +23,7 @@ def preflight(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path]
     targets = _targets(engine)
     require_backend(engine.backend)
     _check_libraries(engine, plugin_libraries)
-    config = DecoderConfig.model_validate(source.json("decoder.json"))
+    config = source.read("decoder.json", DecoderConfig)
     check_sizes(engine, config)
     facts = Facts(source, engine, targets, _load_graphs(source), tuple(plugin_libraries))
     for rule in (*RULES[engine.backend], *TOOL_RULES[engine.backend]):
@@ -38,7 +38,7 @@ def check_export(source: Artifact, recipe: Recipe, matrices: Iterable[str]) -> N
     """
     engine = recipe.engine
     check_combination(recipe, matrices)
-    check_sizes(engine, DecoderConfig.model_validate(source.json("decoder.json")))
+    check_sizes(engine, source.read("decoder.json", DecoderConfig))
     targets = _named_targets(engine)
     if targets and engine.attention == "plugin":
         from toolchain.engine.plugin import require_kernels
@@ -208,6 +208,5 @@ def _shorter_prompts(engine: Engine, capacity: int) -> str:
 
 
 def _load_graphs(source: Artifact) -> dict[str, Any]:
-    import onnx
 
-    return {phase: onnx.load(str(source.file(GRAPH_FILES[phase])), load_external_data=False) for phase in ENGINE_PHASES}
+    return {phase: load_graph(source.file(GRAPH_FILES[phase])) for phase in ENGINE_PHASES}

@@ -10,7 +10,7 @@ from typing import Any
 
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError, name_list
-from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase
+from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, load_graph
 from toolchain.recipe_sections import Engine, Range
 
 ENGINE_PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -77,7 +77,7 @@ def write_static_graph(source: Artifact, phase: Phase, engine: Engine, folder: P
 
     from toolchain.ops.function_body import attention_functions
 
-    model = onnx.load(str(source.file(GRAPH_FILES[phase])), load_external_data=False)
+    model = load_graph(source.file(GRAPH_FILES[phase]))
     specs = dict.fromkeys(attention_spec(node) for node in model.graph.node if node.op_type == ATTENTION)
     if specs:
         kept = [f for f in model.functions if f.name != ATTENTION]
@@ -98,9 +98,7 @@ def write_static_graph(source: Artifact, phase: Phase, engine: Engine, folder: P
 
 def attention_specs(source: Artifact) -> list[Any]:
     """The AttentionSpec of every kind of attention node in an artifact's graphs, each once."""
-    import onnx
-
-    model = onnx.load(str(source.file(GRAPH_FILES["decode"])), load_external_data=False)
+    model = load_graph(source.file(GRAPH_FILES["decode"]))
     return list(dict.fromkeys(attention_spec(node) for node in model.graph.node if node.op_type == ATTENTION))
 
 

@@ -28,7 +28,7 @@ from toolchain.engine.profiles import (
 )
 from toolchain.engine.report import engine_entry, read_graph, verify_engine
 from toolchain.engine.targets import Target
-from toolchain.graph_io import Phase, graph_io
+from toolchain.graph_io import Phase, graph_io, load_graph
 from toolchain.model.caches import caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.ops.plugin.toolkit import cache_folder
@@ -133,12 +133,10 @@ def _build_one(
     report: Say,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """One engine: a report entry per phase, its profiles and its timings. It is checked before it is placed."""
-    import onnx
-
     engine, scratch = recipe.engine, folder / SCRATCH
     path = write_static_graph(source, plan.graph, engine, scratch, plan.name)
-    model = onnx.load(str(path), load_external_data=False)
-    config = DecoderConfig.model_validate(source.json("decoder.json"))
+    model = load_graph(path)
+    config = source.read("decoder.json", DecoderConfig)
     profiles = _profiles(source, config, engine, plan)
     for profile in profiles.values():
         check_profile(dynamic_inputs(model.graph), profile)

@@ -5,12 +5,12 @@ counts and names. What the names mean stands in `hf`, how a file is read in `ten
 `pickle_file`; this module only pairs them.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolchain.artifact import read_json
 from toolchain.errors import DtoolError, name_list
 from toolchain.formats import COMPUTE_FORMATS
 from toolchain.model.config import DecoderConfig
@@ -111,11 +111,7 @@ def _read_json(path: Path) -> dict[str, Any]:
             found=name_list(sorted(p.name for p in path.parent.iterdir())) or "an empty folder",
             fix="give the folder that holds config.json and *.safetensors, or a .gguf file itself",
         )
-    try:
-        document = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        fix = "download the file again"
-        raise DtoolError(f"{path} is not JSON", expected="{ ... }", found=str(error), fix=fix) from error
+    document = read_json(path, fix="download the file again")
     if not isinstance(document, dict):
         raise DtoolError(
             f"{path} is not a JSON object",

@@ -1,6 +1,7 @@
 """Filling the decoder with weights: from a checkpoint, or from an artifact with its quantization."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError, name_list
 from toolchain.formats import format_named
+from toolchain.memory import require_memory
 from toolchain.model.caches import caches_of
 from toolchain.model.checkpoint import Parameter, open_checkpoint
 from toolchain.model.config import DecoderConfig
@@ -38,6 +40,8 @@ from toolchain.tensor_file import TensorEntry, read_header, read_tensor
 def load_decoder(folder: Path, dtype: str = "float32", context_len: int | None = None) -> Decoder:
     """The decoder of a checkpoint folder, in `dtype`, in eval mode."""
     checkpoint = open_checkpoint(folder, context_len)
+    shapes = [parameter.shape for parameter in checkpoint.parameters.values()]
+    require_memory(_plain_bytes(shapes, dtype), f"{folder} in {dtype}")
     decoder = empty_decoder(checkpoint.config)
     fill_parameters(decoder, checkpoint.parameters, dtype)
     return decoder
@@ -52,13 +56,15 @@ def load_artifact_decoder(artifact: Artifact, dtype: str = "") -> Decoder:
             found=f"stage {artifact.manifest.stage}",
             fix="give the artifact the engine was built from",
         )
-    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    config = artifact.read("decoder.json", DecoderConfig)
     entries = read_header(artifact.file("weights.safetensors"))
     dtype = dtype or str(artifact.manifest.details["compute_dtype"])
     decoder = empty_decoder(config)
     quantized = {n for n in entries if n + SCALE_SUFFIX in entries}
     shapes = parameter_shapes(config)
     plain = {n: Parameter(e.shape, (e,), (n,)) for n, e in entries.items() if n in shapes and n not in quantized}
+    held = sum(entry.length for name, entry in entries.items() if name not in plain)
+    require_memory(held + _plain_bytes([p.shape for p in plain.values()], dtype), f"{artifact.path} in {dtype}")
     fill_parameters(decoder, plain, dtype, partial=True)
     details = artifact.manifest.details
     rounding = {name: tuple(how) for name, how in details.get("rounded_inputs", {}).items()}
@@ -70,6 +76,11 @@ def load_artifact_decoder(artifact: Artifact, dtype: str = "") -> Decoder:
             decoder.model.layers[i].self_attn.quantize_cache(cache.dtype, scales)  # type: ignore[operator]
     _refuse_meta(decoder)
     return decoder.eval()
+
+
+def _plain_bytes(shapes: Iterable[tuple[int, ...]], dtype: str) -> int:
+    """Bytes of tensors of these shapes in a number format."""
+    return format_named(dtype).bytes * sum(map(math.prod, shapes))
 
 
 def empty_decoder(config: DecoderConfig) -> Decoder:

@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 
 from toolchain.artifact import Artifact
-from toolchain.graph_io import GRAPH_FILES, OUTPUT, PROJECTED, layer_value
+from toolchain.graph_io import GRAPH_FILES, OUTPUT, PROJECTED, layer_value, load_graph
 from toolchain.model.caches import caches_of
 from toolchain.model.config import MERGED, DecoderConfig
 from toolchain.model.decoder import Decoder
 from toolchain.numerics import logit_tolerance
 from toolchain.parity.layerwise import expose_values
 from toolchain.runners.eager import EagerRunner
-from toolchain.runners.onnx import run_chunks
+from toolchain.runners.onnx import open_session, run_chunks
 
 Array = np.ndarray[Any, Any]
 CHUNK, ROWS = 12, 2
@@ -145,9 +145,7 @@ def graph_places(artifact: Artifact, config: DecoderConfig) -> dict[str, str]:
 
     The input and the output of each layer's attention node, its projection, and what the layer hands on.
     """
-    import onnx
-
-    graph = onnx.load(str(artifact.file(GRAPH_FILES["evaluation"])), load_external_data=False).graph
+    graph = load_graph(artifact.file(GRAPH_FILES["evaluation"])).graph
     attention = [node for node in graph.node if node.op_type == "FusedAttention"]
     embedding = next(node for node in graph.node if node.op_type == "Gather" and "input_ids" in node.input)
     places = {"embedding": embedding.output[0]}
@@ -165,7 +163,7 @@ def _instrumented_session(artifact: Artifact, values: Sequence[str]) -> Any:
     model, options = expose_values(artifact, values)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    return open_session(model, options, artifact.path / GRAPH_FILES["evaluation"])
 
 
 def _run_decoder(decoder: Decoder, chunks: Array) -> list[dict[str, Array]]:

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from toolchain.artifact import Artifact
-from toolchain.graph_io import EMBEDDED, GRAPH_FILES, OUTPUT, layer_value
+from toolchain.graph_io import EMBEDDED, GRAPH_FILES, OUTPUT, layer_value, load_graph
 from toolchain.model.decoder import Decoder
 from toolchain.parity.metrics import Metric, Row, fact, gate_rows
 from toolchain.parity.statistics import nan_as_infinite, quantile
 from toolchain.recipe_sections import Gates
-from toolchain.runners.onnx import run_chunks
+from toolchain.runners.onnx import open_session, run_chunks
 
 Array = np.ndarray[Any, Any]
 PHASE = "layers"
@@ -85,12 +85,10 @@ def _candidate_streams(artifact: Artifact, decoder: Decoder, chunks: list[Array]
 
 def _session_with_stream(artifact: Artifact, layers: int) -> tuple[Any, list[str]]:
     """The evaluation graph with the residual stream as extra outputs; the file itself is left alone."""
-    import onnxruntime
-
     names = [EMBEDDED, *(layer_value(i, OUTPUT) for i in range(layers))]
     data, options = expose_values(artifact, names)
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"]), names
+    return open_session(data, options, artifact.path / GRAPH_FILES["evaluation"]), names
 
 
 def expose_values(artifact: Artifact, names: Sequence[str]) -> tuple[bytes, Any]:
@@ -102,10 +100,10 @@ def expose_values(artifact: Artifact, names: Sequence[str]) -> tuple[bytes, Any]
     import onnxruntime
 
     path = artifact.file(GRAPH_FILES["evaluation"])
-    model = onnx.load(str(path), load_external_data=False)
+    model = load_graph(path)
     declared = {output.name for output in model.graph.output}
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in declared)
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # its errors are raised: logged too, each would be told twice
     options.add_session_config_entry(EXTERNAL_FOLDER, str(path.parent.absolute()))
     return model.SerializeToString(), options

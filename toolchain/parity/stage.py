@@ -179,7 +179,7 @@ def run_parity(
     candidate's model, or when the text is missing or too short.
     """
     artifact = open_artifact(candidate, ("export", "quantize", "engine"))
-    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    config = artifact.read("decoder.json", DecoderConfig)
     _check_positions(candidate, config, recipe)
     weights = candidate_source(artifact, source)
     _check_references(artifact, recipe, model, weights)
@@ -283,7 +283,7 @@ def _references(
     gates = recipe.parity
     found = []
     if model is not None:
-        context_len = DecoderConfig.model_validate(artifact.json("decoder.json")).context_len
+        context_len = artifact.read("decoder.json", DecoderConfig).context_len
         found.append(_Reference("eager", eager_runner(model, device, context_len), gates.eager))
     else:
         notes.append("eager skipped: no checkpoint was given, and the recipe has no gate for it")

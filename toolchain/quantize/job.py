@@ -63,7 +63,7 @@ class Job:
 
 def plan_job(exported: Artifact, recipe: Recipe) -> Job:
     """The job of a recipe for an export, without text; the exceptions of `plan_recipe`, and of `open_stored`."""
-    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    config = exported.read("decoder.json", DecoderConfig)
     plan, caches = plan_recipe(config, recipe, str(exported.manifest.details["compute_dtype"]))
     entries = read_header(exported.file(WEIGHTS))
     return Job(entries, config, recipe, plan, caches, open_stored(exported, recipe, plan))

@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from toolchain.formats import FORMATS
-from toolchain.graph_io import Phase, TensorSpec, external_initializer, graph_io, past_name, present_name
+from toolchain.graph_io import Phase, TensorSpec, external_initializer, graph_io, load_graph, past_name, present_name
 from toolchain.model.caches import SCALE_PARTS, CacheFormat
 from toolchain.model.config import DecoderConfig
 from toolchain.model.decoder import attention_spec
@@ -263,6 +262,6 @@ def quantize_graph(
     compute_dtype: str,
 ) -> bytes:
     """The bytes of the quantized graph made from the exported one at `path`."""
-    model = ir.serde.deserialize_model(onnx.load(path, load_external_data=False))
+    model = ir.serde.deserialize_model(load_graph(path))
     GraphQuantizer(model, config, plan, caches, entries, recipe, compute_dtype).run(phase)
     return ir.serde.serialize_model(model).SerializeToString(deterministic=True)

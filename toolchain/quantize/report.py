@@ -19,7 +19,7 @@ def quantization_document(artifact: Artifact) -> dict[str, Any]:
 
     `bits_per_parameter`: all tensors of the weights file, scales included, over the model's parameters.
     """
-    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    config = artifact.read("decoder.json", DecoderConfig)
     parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
     stored = sum(entry.length for entry in read_header(artifact.file("weights.safetensors")).values())
     sections = ("weights", "activations", "overrides", "rotation", "smoothing", "kv_cache", "calibration")

@@ -79,7 +79,7 @@ def quantize_artifact(
 
 def quantized_matrices(exported: Artifact, recipe: Recipe) -> tuple[str, ...]:
     """The matrices of an export that a recipe quantizes. Raises DtoolError as `plan_recipe`."""
-    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    config = exported.read("decoder.json", DecoderConfig)
     return tuple(plan_recipe(config, recipe, str(exported.manifest.details["compute_dtype"]))[0].weights)
 
 
@@ -102,7 +102,7 @@ def _lineage(exported: Artifact, job: Job) -> dict[str, str]:
 def _calibration_blocks(exported: Artifact, recipe: Recipe) -> Any:
     from toolchain.quantize.calibration import calibration_blocks
 
-    return calibration_blocks(exported.path, recipe, DecoderConfig.model_validate(exported.json("decoder.json")))
+    return calibration_blocks(exported.path, recipe, exported.read("decoder.json", DecoderConfig))
 
 
 def check_statistics(folder: Path, out: Path) -> None:

@@ -204,7 +204,7 @@ def _require_scales(entries: Mapping[str, TensorEntry], plan: QuantizePlan, expo
 
 
 def _require_one_scale(entries: Mapping[str, TensorEntry], plan: QuantizePlan, exported: Artifact) -> None:
-    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    config = exported.read("decoder.json", DecoderConfig)
     for name in plan.weights:
         scale_O = read_tensor(entries[f"{name}.weight_scale"])
         parts = scale_O.split(list(config.part_sizes(f"{name}.weight") or scale_O.shape[:1]))
@@ -234,7 +234,7 @@ def _static_names(
     plan: QuantizePlan,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The static scales that come from the file, and notes on those that must be measured although it has some."""
-    config, cache = DecoderConfig.model_validate(exported.json("decoder.json")), recipe.kv_cache
+    config, cache = exported.read("decoder.json", DecoderConfig), recipe.kv_cache
     notes, static = [], []
     for what, asked, found, names in (
         ("activations", recipe.activations.format, (details["activations"] or ["none"])[0], _input_names(plan)),

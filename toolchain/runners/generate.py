@@ -81,6 +81,7 @@ class Generation:
             if int(state.lengths[0]) >= self.capacity:
                 self.finish = "cache full"
                 return
+            require_finite(self.runner, logits[0, -1])
             token = self.sampler.choose(logits[0, -1])
             if token in self.stop_ids:
                 self.finish = "stop"
@@ -90,6 +91,24 @@ class Generation:
                 break
             logits = self.runner.step(state, np.array([[token]], np.int64), one, "decode")
         self.finish = "length"
+
+
+def require_finite(runner: Runner, logits_V: Array) -> None:
+    """Refuse logits that choose no token: a NaN among them, an infinite one, or none above minus infinity."""
+    largest = float(logits_V.max())  # NaN where any is
+    if math.isfinite(largest):
+        return
+    artifact = getattr(runner, "artifact", None)
+    compute_dtype = "float32" if artifact is None else artifact.manifest.details.get("compute_dtype", "float32")
+    fix = "run `dtool parity`: it shows how far this is from the checkpoint; check its weights"
+    if compute_dtype == "float16":
+        fix = "export it again with --set compute_dtype=bfloat16 or float32: float16 ends at 65504"
+    raise DtoolError(
+        f"the model gives logits that are not finite, computing in {compute_dtype}",
+        expected="a finite logit for the next token",
+        found=f"{largest} as the largest of {len(logits_V)}",
+        fix=fix,
+    )
 
 
 def whole_characters(ids: Sequence[int], text: str) -> str:  # noqa: ARG001 - some decoders need the ids

@@ -4,7 +4,8 @@ The cache lives in OrtValues bound as input and output at once, so it is updated
 are mapped from the artifact's file and shared by the phases' sessions.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from toolchain.artifact import Artifact
 from toolchain.errors import DtoolError
 from toolchain.formats import FORMATS
 from toolchain.graph_io import GRAPH_FILES, GraphIO, Phase, graph_io
+from toolchain.memory import memory_error, require_memory
 from toolchain.model.caches import CacheFormat, caches_of
 from toolchain.model.config import DecoderConfig
 from toolchain.processor import probe_integer_products
@@ -29,7 +31,7 @@ class OnnxRunner:
     def __init__(self, artifact: Artifact, *, threads: int = 0) -> None:
         self.artifact = artifact
         self.name = "onnxruntime" if artifact.manifest.stage == "engine" else "onnx"
-        self.config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+        self.config = artifact.read("decoder.json", DecoderConfig)
         self.caches = caches_of(artifact.manifest.kv_contract, self.config.num_hidden_layers)
         unknown = [cache.dtype for cache in self.caches if cache.dtype not in CACHES]
         if unknown:
@@ -47,6 +49,8 @@ class OnnxRunner:
                 found="16-bit sums of uint8 x int8 products",
                 fix="build the engine again on this machine: it then stores its weights in another form",
             )
+        mapped = sum(entry.bytes for name, entry in artifact.manifest.files.items() if name.endswith(".safetensors"))
+        require_memory(mapped, f"{artifact.path}", mapped=True)
         self.limits = artifact_limits(artifact)
         self.threads = threads
         self.sessions: dict[Phase, Any] = {}
@@ -69,7 +73,8 @@ class OnnxRunner:
         rows = input_ids.shape[1] if phase == "evaluation" else 1
         logits = np.empty((state.batch, rows, self.config.vocab_size), np.float32)
         binding.bind_ortvalue_output("logits", onnxruntime.OrtValue.ortvalue_from_numpy(logits))  # its own memory
-        session.run_with_iobinding(binding)
+        with refusals_of(self.artifact.path / GRAPH_FILES[phase]):
+            session.run_with_iobinding(binding)
         state.lengths = state.lengths + new_lengths
         return logits
 
@@ -142,8 +147,35 @@ def make_session(path: Path, threads: int, kind: str) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # its errors are raised: logged too, each would be told twice
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if kind == "onnx":
         options.add_session_config_entry("session.disable_prepacking", "1")
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return open_session(str(path), options, path)
+
+
+def open_session(graph: str | bytes, options: Any, path: Path) -> Any:
+    """An InferenceSession on the CPU of a graph, given as a file's name or as the bytes made of `path`."""
+    import onnxruntime
+
+    with refusals_of(path):
+        return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
+@contextlib.contextmanager
+def refusals_of(path: Path) -> Iterator[None]:
+    """Word what ONNX Runtime raises about the graph in `path`: in the block nothing else runs.
+
+    Its errors have no class in common, and some are plain RuntimeErrors.
+    """
+    try:
+        yield
+    except Exception as error:
+        if memory_error(error) is not None:  # no fault of the graph: the last guard words it
+            raise
+        raise DtoolError(
+            f"ONNX Runtime cannot run {path}",
+            expected="a graph of this version of dtool over the weights it was made with",
+            found=" ".join(str(error).split())[:400],
+            fix="make the artifact again with this version of dtool",
+        ) from error

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from toolchain.artifact import MANIFEST, open_artifact
 from toolchain.errors import DtoolError
+from toolchain.memory import require_torch
 from toolchain.runners.runner import Runner
 
 
@@ -34,6 +35,7 @@ def eager_runner(path: Path, device: str = "cpu", context_len: int | None = None
 
     `context_len`: that of the artifact it stands against, since some models rotate by it.
     """
+    require_torch()
     from toolchain.model.load import load_decoder
     from toolchain.runners.eager import EagerRunner
 

@@ -105,7 +105,7 @@ class TensorRTRunner:
         """
         self.artifact = artifact
         self.name = str(section(artifact, "backend"))
-        self.config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+        self.config = artifact.read("decoder.json", DecoderConfig)
         self.caches = caches_of(artifact.manifest.kv_contract, self.config.num_hidden_layers)
         self.limits = Limits(*(int(section(artifact, key)) for key in ("max_batch", "max_prompt", "kv_capacity")))
         self.trt = trt if trt is not None else import_backend(artifact)

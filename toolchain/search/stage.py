@@ -88,7 +88,7 @@ def search_formats(
     _check_out(out)
     recipe = recipe.model_copy(update={"about": question.about()})
     exported = open_artifact(source, ("export",))
-    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    config = exported.read("decoder.json", DecoderConfig)
     entries = read_header(exported.file(WEIGHTS))
     check_source(exported, recipe, sections=())
     compute_dtype = str(exported.manifest.details["compute_dtype"])
@@ -283,5 +283,5 @@ def _quantized_loss(source: Path, text: str, model: Any) -> tuple[int, int, Any]
 
 
 def _rounds_something(recipe: Recipe, artifact: Artifact) -> bool:
-    config = DecoderConfig.model_validate(artifact.json("decoder.json"))
+    config = artifact.read("decoder.json", DecoderConfig)
     return bool(plan_quantization(config, recipe).weights) or recipe.kv_cache.format != "none"

@@ -13,6 +13,7 @@ does the work.
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from toolchain.errors import DtoolError
+from toolchain.memory import NO_MEMORY, WAYS_OUT, ending, memory_at_hand
 from toolchain.ops.attention import AttentionSpec
 from toolchain.ops.kernels.bindings import ARGUMENTS, COMPUTE, INTEGERS, argument_type, constants, plan
 from toolchain.ops.kernels.tiles import Launch
@@ -177,11 +179,22 @@ def _compile_in_child(spec: AttentionSpec, sm: int, compute_dtype: str, folder: 
         command = [sys.executable, "-c", _CHILD, str(request)]
         done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)  # noqa: S603 - ourselves
         if done.returncode:
-            raise RuntimeError(f"compiling the attention kernels failed:\n{done.stderr[-4000:]}")
+            raise _child_failed(done.returncode, done.stderr)
         answer = pickle.loads(request.with_suffix(".done").read_bytes())  # noqa: S301 - our own child wrote it
     if isinstance(answer, DtoolError):
         raise answer
     return answer
+
+
+def _child_failed(status: int, log: str) -> DtoolError:
+    last = "\n".join(log.strip().splitlines()[-4:])[-1000:] or "no message"
+    no_memory = status == -signal.SIGKILL or NO_MEMORY.search(log)
+    return DtoolError(
+        "the attention kernels could not be compiled",
+        expected="a child process that compiles them",
+        found=f"{ending(status)}; {f'{memory_at_hand()}; ' if no_memory else ''}its last lines: {last}",
+        fix=WAYS_OUT if no_memory else "report it with these lines",
+    )
 
 
 def _child(request: str) -> None:
