@@ -216,7 +216,7 @@ def test_the_graph_tells_stored_and_activation_types():
     for i, node in enumerate(graph.node):
         node.name = f"n{i}"
     facts = read_graph(helper.make_model(graph), "float16")
-    assert facts.products == (Product("n3", "Half", "Int8", 16), Product("n8", "Int8", "Int8", 16))
+    assert facts.products == (Product("n3", "Half", "Int8", 16), Product("n8", "Int8", "Int8", 16, "n6"))
 
 
 def test_a_product_of_one_row_is_known_as_multiply_and_sum():
@@ -224,7 +224,8 @@ def test_a_product_of_one_row_is_known_as_multiply_and_sum():
     verify_engine("decode", kernels, ROW_FACTS)
     (row,) = summarize(kernels, ROW_FACTS)["products"]["precisions"]
     assert (row["activations"], row["weights"], row["products"]) == ("Half", "Half", 1)
-    verify_engine("decode", kernels_of(ROW.replace("MulSum_", "MulSlicSlicSumSumSiluMul_")), ROW_FACTS)
+    for steps in ("MulSlicSlicSumSumSiluMul_", "MulMulAddSum_"):
+        verify_engine("decode", kernels_of(ROW.replace("MulSum_", steps)), ROW_FACTS)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ _TENSOR = re.compile(
 )
 _ONNX = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 _PROFILE = re.compile(r"\[profile (\d+)\]")
-_ROW_PRODUCT = re.compile(r"Mul(Slic)*Sum")
+_ROW_PRODUCT = re.compile(r"Mul.*Sum")
 _REGION = re.compile(r"_myl(\d+)_\d+$")
 _INSPECTOR_TYPES = (
     ("FP8", "FP8"), ("FP16", "Half"), ("Half", "Half"), ("BF16", "BFloat16"), ("BFloat16", "BFloat16"),
@@ -74,7 +74,7 @@ class Kernel:
 
         TensorRT-RTX generates such kernels where batch and tokens are 1 in every shape of the profile. They are
         named by their steps: SiluMulReshMulSumAdd is a gate, its product and an added residual, MulSlicSlicSumSum
-        one product whose columns go two ways.
+        one product whose columns go two ways, MulMulAddSum two products that are added.
         """
         return self.type == "kgen" and _ROW_PRODUCT.search(self.name) is not None
 

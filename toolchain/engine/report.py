@@ -43,14 +43,14 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 class Product:
     """A matrix product of the graph: TensorRT's names of the types of its activations and weights.
 
-    `elements`: the size of its stored matrix. `cast`: the node that casts its activations to their type, if one does.
+    `elements`: the size of its stored matrix. `maker`: the node that its activations come from.
     """
 
     node: str
     activations: str
     weights: str
     elements: int = 0
-    cast: str = ""
+    maker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def read_graph(model: Any, compute_dtype: str) -> GraphFacts:
             weight = TRT_NAMES.get(code or "", str(code))
             plain = weight if weight in ("Float", "Half", "BFloat16") else compute
             types = TRT_NAMES.get(activations or "", plain), weight
-            products.append(Product(node.name, *types, elements, _cast_before(node, producers)))
+            products.append(Product(node.name, *types, elements, _maker(node, producers)))
     return GraphFacts(
         op_types={node.name: node.op_type for node in model.graph.node},
         products=tuple(products),
@@ -107,10 +107,10 @@ def _quantized_cache(model: Any) -> tuple[str, tuple[int, ...]] | None:
     return None
 
 
-def _cast_before(product: Any, producers: Mapping[str, Any]) -> str:
-    """The node that casts the activations of a product right before it; empty where none does."""
+def _maker(product: Any, producers: Mapping[str, Any]) -> str:
+    """The name of the node that a product's activations come from; empty where they enter the graph."""
     node = producers.get(product.input[0])
-    return node.name if node is not None and node.op_type == "Cast" else ""
+    return "" if node is None else node.name
 
 
 def _origin(name: str, producers: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[str | None, int]:
@@ -208,8 +208,7 @@ def _product_runs(kernels: Sequence[Kernel], facts: GraphFacts) -> list[_Product
         weights = codes or [t.dtype for t in constants if t.is_matrix] or [t.dtype for t in constants]
         inputs = [t.dtype for t in kernel.inputs if t.name not in prepared]
         if rows:
-            # with the norm before it in the same kernel, float32 comes in and is cast inside, by a node it names
-            inputs = [product.activations for product in made if product.cast in kernel.onnx_nodes] or inputs
+            inputs = _made_inside(kernel, made) or inputs
         outputs = [t.dtype for t in kernel.outputs]
         activations, stored, written = (tuple(sorted(set(types))) for types in (inputs, weights, outputs))
         matrices = frozenset(t.dtype for t in constants if t.is_matrix)
@@ -217,8 +216,21 @@ def _product_runs(kernels: Sequence[Kernel], facts: GraphFacts) -> list[_Product
     return runs
 
 
+def _made_inside(kernel: Kernel, products: Sequence[Product]) -> list[str]:
+    """Types of the activations that a kernel makes itself before its product, by a node that it names.
+
+    That may be the cast after a norm, whose inputs are float32, or the rows of an embedding, whose inputs are ids.
+    Codes must come in as codes.
+    """
+    floats = [product for product in products if product.activations not in _CODES]
+    return [product.activations for product in floats if product.maker in kernel.onnx_nodes]
+
+
 def _holds_matrices(constants: Sequence[KernelTensor], products: Sequence[Product]) -> bool:
-    """Whether a kernel reads the whole matrix of each of these products, in the type it is stored in."""
+    """Whether a kernel reads as much of matrices as these products have, in the types they are stored in.
+
+    Products of one input may have become one matrix, so the sizes are added up.
+    """
     needed: Counter[str] = Counter()
     held: Counter[str] = Counter()
     for product in products:
