@@ -1,5 +1,7 @@
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -8,7 +10,17 @@ import time
 
 import pytest
 
-from toolchain.artifact import MANIFEST, TIMINGS, check_output, create_artifact, locked, open_artifact, write_atomic
+from toolchain.artifact import (
+    MANIFEST,
+    TIMINGS,
+    check_output,
+    create_artifact,
+    explain_os_error,
+    locked,
+    open_artifact,
+    require_room,
+    write_atomic,
+)
 from toolchain.errors import DtoolError
 
 
@@ -136,3 +148,114 @@ def test_kill_between_the_two_renames_of_a_replacement_loses_nothing(tmp_path):
     with pytest.raises(RuntimeError), create_artifact(out, "export"):
         raise RuntimeError
     assert json.loads((out / MANIFEST).read_text())["stage"] == "export"
+
+
+def test_a_link_is_followed_and_stays_a_link(tmp_path):
+    """It stands for the place it leads to, which is replaced; the second time as well."""
+    (tmp_path / "large_disk").mkdir()
+    link, place = tmp_path / "out", tmp_path / "large_disk" / "data"
+    link.symlink_to(place)
+    write(link)  # a link to a free place is a free place
+    with pytest.raises(DtoolError, match="--force"):
+        write(link)
+    for content in (b"second", b"third"):
+        write(link, content, force=True)
+        assert link.is_symlink()
+        assert (place / "a.bin").read_bytes() == content
+        assert open_artifact(link, check_hashes=True).path == link
+    assert [p.name for p in tmp_path.rglob(".*")] == []
+
+
+def test_a_link_to_something_else_is_refused_and_kept(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("link", "loop"):
+        with pytest.raises(DtoolError, match="already exists"):
+            write(tmp_path / name, force=True)
+        assert (tmp_path / name).is_symlink()
+
+
+def test_two_names_of_one_place_have_one_lock(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with locked(tmp_path / "link"), pytest.raises(DtoolError, match="locked"):
+        write(tmp_path / "out")
+
+
+def test_a_file_is_written_through_a_link(tmp_path):
+    (tmp_path / "site").mkdir()
+    link = tmp_path / "page.html"
+    link.symlink_to(tmp_path / "site" / "index.html")
+    for content in (b"1", b"22"):
+        write_atomic(link, content)
+        assert link.is_symlink()
+        assert (tmp_path / "site" / "index.html").read_bytes() == content
+
+
+def failing(out, error):
+    """Fail in the middle of an output."""
+    with create_artifact(out, "export"):
+        raise error
+
+
+def test_a_full_disk_is_told_with_the_bytes_that_are_free(tmp_path):
+    with pytest.raises(
+        DtoolError, match=r"No space left on device \([\s\S]*\d bytes are free[\s\S]*nothing of the output"
+    ):
+        failing(tmp_path / "out", OSError(errno.ENOSPC, "No space left on device"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_file_sizes_is_not_answered_with_free_space(tmp_path):
+    with pytest.raises(DtoolError, match="ulimit -f") as failure:
+        failing(tmp_path / "out", OSError(errno.EFBIG, "File too large"))
+    assert "free some space" not in str(failure.value)
+
+
+def test_progress_that_stays_is_named_with_its_size(tmp_path):
+    (tmp_path / ".out.progress").mkdir()
+    (tmp_path / ".out.progress" / "layer-0.pt").write_bytes(bytes(1234))
+    with pytest.raises(DtoolError) as failure:
+        failing(tmp_path / "out", OSError(errno.ENOSPC, "No space left on device"))
+    assert f"left: {tmp_path / '.out.progress'}, 1,234 bytes" in failure.value.found
+    assert "nothing" not in failure.value.fix
+
+
+def test_a_file_that_cannot_be_read_is_not_called_an_output_that_cannot_be_written(tmp_path):
+    source = tmp_path / "model" / "model.safetensors"
+    failure = explain_os_error(PermissionError(errno.EACCES, "Permission denied", str(source)), tmp_path / "out")
+    assert "cannot be written" not in failure.problem
+    assert failure.fix.startswith(f"check {source}")
+    ours = str(tmp_path / ".out.partial" / "weights.safetensors")
+    failure = explain_os_error(PermissionError(errno.EACCES, "Permission denied", ours), tmp_path / "out")
+    assert "cannot be written" in failure.problem
+
+
+def test_room_is_checked_with_the_bytes_needed_and_free(tmp_path):
+    with pytest.raises(DtoolError, match=r"at least 1,000,000,000,000,000,001 bytes free"):
+        require_room(tmp_path / "new" / "out", 10**18, beside=1)
+    assert list(tmp_path.iterdir()) == []
+    require_room(tmp_path / "out", 1)
+
+
+def test_a_limit_on_file_sizes_is_seen_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, 1000))
+    with pytest.raises(DtoolError, match=r"at least 1,001 bytes[\s\S]*1,000 bytes \(ulimit -f\)"):
+        require_room(tmp_path / "out", 1001)
+    require_room(tmp_path / "out", 1000, beside=1000)
+
+
+def test_a_failed_rename_puts_the_old_output_back(tmp_path, monkeypatch):
+    out, rename = tmp_path / "out", type(tmp_path).rename
+    write(out)
+
+    def fail(path, target):
+        if path.name == ".out.partial":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", fail)
+    with pytest.raises(DtoolError, match="Input/output error"):
+        write(out, b"other", force=True)
+    assert (open_artifact(out, check_hashes=True).path / "a.bin").read_bytes() == b"hello"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]

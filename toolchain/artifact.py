@@ -7,11 +7,13 @@ carries no times, hosts or paths: equal inputs give equal bytes. The one file it
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
+import resource
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +32,19 @@ TIMINGS = "timings.json"
 PAGE_MARK = '<meta name="generator" content="dtool">'
 """Near the top of every HTML page dtool writes: such a file may be written anew."""
 CHUNK_BYTES = 1 << 22
+PARTIAL, OLD, PROGRESS = "partial", "old", "progress"
+LEFT_OVERS = {
+    PROGRESS: "what is finished; the same command goes on from there",
+    PARTIAL: "could not be removed",
+    OLD: "what was at the output before",
+}
+"""Ends of the hidden names beside an output, and the use of what a failed command may leave under them."""
+WAYS_OUT = {
+    errno.ENOSPC: "free some space, or choose an output path on another disk",
+    errno.EDQUOT: "free some of your quota, or choose an output path on another disk",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose an output path on another disk",
+}
+"""What to do about each error of the system that means a lack of room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,8 @@ class Draft:
 
     path: Path
     stage: str
+    out: Path
+    """What `path` becomes; for messages."""
     key: str = ""
     lineage: dict[str, str] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -220,7 +237,7 @@ def create_artifact(out: Path, stage: str, *, force: bool = False) -> Iterator[D
     """
     check_output(out, force=force)
     with new_folder(out, replace=force) as partial:
-        draft = Draft(partial, stage)
+        draft = Draft(partial, stage, out)
         yield draft
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
@@ -249,10 +266,11 @@ def _file_entries(folder: Path, known: Mapping[str, str]) -> dict[str, FileEntry
 def check_output(out: Path, *, force: bool = False, source: Path | None = None) -> None:
     """Refuse an output that exists before any work; `force` allows replacing a dtool artifact.
 
-    An output that is, holds or lies in its own `source` is always refused.
+    An output that is, holds or lies in its own `source` is always refused. A link counts as the place it leads to.
     """
+    here = real_place(out)
     if source is not None:
-        here, there = out.resolve(), source.resolve()
+        there = real_place(source)
         if here == there or here in there.parents or there in here.parents:
             raise DtoolError(
                 f"{out} overlaps with what it is made from",
@@ -260,7 +278,7 @@ def check_output(out: Path, *, force: bool = False, source: Path | None = None) 
                 found=str(out),
                 fix="choose another output path",
             )
-    if not out.exists() and not out.is_symlink():
+    if not here.exists() and not here.is_symlink():  # a link that leads to itself has no other place
         return
     if force and (out / MANIFEST).is_file():
         return
@@ -274,13 +292,13 @@ def check_output(out: Path, *, force: bool = False, source: Path | None = None) 
 
 def enclosing_artifact(folder: Path) -> Path | None:
     """The artifact that `folder` is or lies in; None outside of all."""
-    here = folder.resolve()
+    here = real_place(folder)
     return next((f for f in (here, *here.parents) if (f / MANIFEST).is_file()), None)
 
 
 def check_page(path: Path) -> None:
     """Refuse a path for an HTML page that exists and is no page of ours, lies in an artifact, or cannot be written."""
-    folder, found = path.resolve().parent, ""
+    folder, found = real_place(path).parent, ""
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         found = "a folder that cannot be written" if folder.exists() else "no such folder"
     elif (inside := enclosing_artifact(folder)) is not None:
@@ -305,32 +323,62 @@ def check_page(path: Path) -> None:
 def new_folder(out: Path, *, replace: bool = False) -> Iterator[Path]:
     """A hidden sibling folder that becomes `out` when the block ends well, and vanishes otherwise."""
     with locked(out):
-        partial, old = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.old")
+        place = real_place(out)
+        partial, old = hidden_beside(out, PARTIAL), hidden_beside(out, OLD)
         try:
-            if old.exists() and not out.exists():
-                old.rename(out)  # a replacement was killed between its two renames
+            if old.exists() and not place.exists():
+                old.rename(place)  # a replacement was killed between its two renames
             _remove(partial)
             partial.mkdir(parents=True)
             yield partial
             sync_tree(partial)
             _swap_in(partial, out, replace=replace)
         except OSError as error:
-            raise _explain_os_error(error, out) from error
+            shutil.rmtree(partial, ignore_errors=True)  # before the message says what is left
+            raise explain_os_error(error, out) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
 
+def real_place(out: Path) -> Path:
+    """The place that an output path leads to, which is another where it is a link.
+
+    A link is followed, never replaced, as a shell follows one after `>`: somebody made it so that the data is
+    elsewhere, on a larger disk or where a server reads it, and it shall still lead to the newest output.
+    """
+    return Path(os.path.realpath(out))
+
+
+def hidden_beside(out: Path, end: str) -> Path:
+    """The path `.NAME.end` beside the place an output path leads to: on its disk, so that a rename is atomic."""
+    place = real_place(out)
+    return place.with_name(f".{place.name}.{end}")
+
+
 def _swap_in(partial: Path, out: Path, *, replace: bool) -> None:
-    old = out.with_name(f".{out.name}.old")
+    place, old = real_place(out), hidden_beside(out, OLD)
     _remove(old)
-    if replace and out.exists():
-        out.rename(old)
-    if out.exists():
+    if replace and place.exists():
+        place.rename(old)
+    if place.exists():
         found, fix = "something put there since", "choose another path"
         raise DtoolError(f"{out} appeared while it was being written", expected="a free path", found=found, fix=fix)
-    partial.rename(out)
-    _sync_folder(out.parent)
-    _remove(old)
+    try:
+        partial.rename(place)
+    except OSError:
+        if old.exists():
+            old.rename(place)
+        raise
+    _sync_folder(place.parent)
+    try:
+        _remove(old)
+    except OSError as error:
+        raise DtoolError(
+            f"{out} is written, but what it replaced is still there",
+            expected=f"to remove {old}",
+            found=f"{error.strerror or error} ({error.filename or old})",
+            fix="remove that folder; the new output is whole",
+        ) from error
 
 
 def _remove(path: Path) -> None:
@@ -338,27 +386,99 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _explain_os_error(error: OSError, out: Path) -> DtoolError:
-    free = ""
-    with contextlib.suppress(OSError):
-        free = f"; {shutil.disk_usage(out.parent).free / 1e9:.1f} GB free"
+def require_room(out: Path, needed: int, beside: int = 0) -> None:
+    """Refuse an output of `needed` bytes in one file, and `beside` it more, that there is no room for.
+
+    Looks at the disk and at the limit on file sizes of this process. Raises DtoolError with both numbers.
+    """
+    folder, limit = _present_folder(real_place(out)), _file_size_limit()
+    free = shutil.disk_usage(folder).free
+    if free < needed + beside:
+        raise DtoolError(
+            f"there is no room for {out}",
+            expected=f"at least {needed + beside:,} bytes free in {folder}",
+            found=f"{free:,} bytes",
+            fix=f"{WAYS_OUT[errno.ENOSPC]}; nothing was written",
+        )
+    if limit is not None and limit < needed:
+        raise DtoolError(
+            f"{out} would have a file that is larger than this process may write",
+            expected=f"a limit of at least {needed:,} bytes",
+            found=f"{limit:,} bytes (ulimit -f)",
+            fix=f"{WAYS_OUT[errno.EFBIG]}; nothing was written",
+        )
+
+
+def _file_size_limit() -> int | None:
+    """The most bytes a file of this process may have; None where the system sets no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def explain_os_error(error: OSError, out: Path) -> DtoolError:
+    """The words for a failure of the system while `out` was made: its cause, the room there is, and what is left.
+
+    Not every such error is of the output: a file that is read may fail too, and then that file is named.
+    """
+    place, cause = real_place(out), error.strerror or str(error)
+    named = Path(os.fsdecode(error.filename)).absolute() if isinstance(error.filename, str | bytes) else None
+    left = _left_beside(out)
+    if error.errno in WAYS_OUT:
+        problem, expected, fix = "was not written", "room for the output", WAYS_OUT[error.errno]
+        cause = f"{cause} ({named or place.parent}); {_room(error.errno, named or place)}"
+    elif named is not None and _is_of_output(named, place):
+        problem, expected, fix = "cannot be written", "a writable place", "choose another output path"
+        cause = f"{cause} ({named})"
+    else:
+        problem, expected = "was not made", "files that can be read and written"
+        fix = f"check {named}" if named else "check the disks of what is read and of the output"
+        cause = f"{cause} ({named})" if named else cause
     return DtoolError(
-        f"{out} cannot be written",
-        expected="a writable place with room for the output",
-        found=f"{error.strerror or error} ({error.filename or out.parent}){free}",
-        fix="free some space or choose another output path; nothing was left behind",
+        f"{out} {problem}",
+        expected=expected,
+        found="\n".join([cause, *left]),
+        fix=fix if left else f"{fix}; nothing of the output was left behind",
     )
+
+
+def _room(number: int | None, place: Path) -> str:
+    """How much room there is of the kind that an error of the system lacks."""
+    if number == errno.EFBIG and (limit := _file_size_limit()) is not None:
+        return f"a file may have {limit:,} bytes"
+    return f"{shutil.disk_usage(_present_folder(place)).free:,} bytes are free"
+
+
+def _present_folder(place: Path) -> Path:
+    """The nearest folder above a path that is there already."""
+    return next(folder for folder in place.parents if folder.is_dir())
+
+
+def _is_of_output(named: Path, place: Path) -> bool:
+    """Whether a file is the output, leads to it, or lies in it or in what is kept beside it meanwhile."""
+    ours = {place, *(hidden_beside(place, end) for end in ("lock", *LEFT_OVERS))}
+    return named in place.parents or not ours.isdisjoint({named, *named.parents})
+
+
+def _left_beside(out: Path) -> list[str]:
+    """What a failed command left beside its output, each with its bytes and its use."""
+    lines = []
+    for end, use in LEFT_OVERS.items():
+        path = hidden_beside(out, end)
+        if path.exists():
+            size = sum(p.stat().st_size for p in (path, *path.rglob("*")) if p.is_file())
+            lines.append(f"left: {path}, {size:,} bytes: {use}")
+    return lines
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Hold the exclusive lock of an output path; a second process is refused at once."""
-    lock_path = out.with_name(f".{out.name}.lock")
+    lock_path = hidden_beside(out, "lock")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        lock_path.parent.mkdir(parents=True, exist_ok=True)
         handle = lock_path.open("w")
     except OSError as error:
-        raise _explain_os_error(error, out) from error
+        raise explain_os_error(error, out) from error
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -375,19 +495,19 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write one file whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write one file whole or not at all; through a link where the path is one."""
+    partial = hidden_beside(path, PARTIAL)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        partial.rename(path)
+        partial.rename(real_place(path))
     except OSError as error:
-        raise _explain_os_error(error, path) from error
-    finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # before the message says what is left
+            partial.unlink(missing_ok=True)
+        raise explain_os_error(error, path) from error
 
 
 def sync_tree(folder: Path) -> None:

@@ -180,6 +180,17 @@ def read_chunks(entry: TensorEntry, *, holes: bool = True) -> Iterator[Chunk]:
             yield chunk
 
 
+def stored_bytes(entry: TensorEntry) -> int:
+    """How many bytes of a tensor are on the disk: all of them, but for the holes of a sparse file."""
+    total, position, end = 0, entry.offset, entry.offset + entry.length
+    with entry.path.open("rb") as stream:
+        while (position := _next_data(stream.fileno(), position, end)) < end:
+            stop = min(os.lseek(stream.fileno(), position, os.SEEK_HOLE), end)
+            total += stop - position
+            position = stop
+    return total
+
+
 def _next_data(handle: int, position: int, end: int) -> int:
     """Where the next stored byte lies at or after `position`, at most `end`."""
     try:

@@ -72,6 +72,16 @@ PLUGIN = (
 )
 
 
+ROW = (
+    "Name: __myl_AddSqrtDivMulMulMoveCastReshMulSum_myl1_1, LayerType: kgen, Inputs: [ { Name: x, Dimensions: [1,1,64], "
+    f"Strides: [64,64,1], StrideOrder: [2,1,0], Datatype: Float, {LINEAR} }}], Constants: [ {{ Name: w, Dimensions: "
+    f"[1,64,128], Strides: [8192,128,1], StrideOrder: [2,1,0], Datatype: Half, {LINEAR} }}], Outputs: [ {{ Name: y, "
+    f"Dimensions: [1,1,128], Strides: [128,128,1], StrideOrder: [2,1,0], Datatype: Half, {LINEAR} }}], TacticName: t, "
+    "StreamId: 0, Metadata: [ONNX Layer: l0.norm]\x1f[ONNX Layer: l0.cast]\x1f[ONNX Layer: l0.q.mm]"
+)
+ROW_FACTS = GraphFacts({}, (Product("l0.q.mm", "Half", "Half", 64 * 128, "l0.cast"),), ())
+
+
 def kernels_of(text):
     (kernels,) = parse_layers(text)
     return kernels
@@ -175,7 +185,7 @@ def test_float32_weights_recorded_as_int8_fail():
 
 
 def test_a_product_without_kernel_fails():
-    with pytest.raises(DtoolError, match=r"head\.mm .* has no product kernel"):
+    with pytest.raises(DtoolError, match=r"head\.mm .* has no kernel that is known as a product"):
         verify_engine("decode", kernels_of(LOG.replace(HEAD, "")), FACTS)
 
 
@@ -206,4 +216,35 @@ def test_the_graph_tells_stored_and_activation_types():
     for i, node in enumerate(graph.node):
         node.name = f"n{i}"
     facts = read_graph(helper.make_model(graph), "float16")
-    assert facts.products == (Product("n3", "Half", "Int8"), Product("n8", "Int8", "Int8"))
+    assert facts.products == (Product("n3", "Half", "Int8", 16), Product("n8", "Int8", "Int8", 16, "n6"))
+
+
+def test_a_product_of_one_row_is_known_as_multiply_and_sum():
+    kernels = kernels_of(ROW)
+    verify_engine("decode", kernels, ROW_FACTS)
+    (row,) = summarize(kernels, ROW_FACTS)["products"]["precisions"]
+    assert (row["activations"], row["weights"], row["products"]) == ("Half", "Half", 1)
+    for steps in ("MulSlicSlicSumSumSiluMul_", "MulMulAddSum_"):
+        verify_engine("decode", kernels_of(ROW.replace("MulSum_", steps)), ROW_FACTS)
+
+
+@pytest.mark.parametrize(
+    ("found", "there"),
+    [
+        ("[8192,128,1], StrideOrder: [2,1,0], Datatype: Half", "[8192,128,1], Datatype: Float"),
+        ("Dimensions: [1,64,128]", "Dimensions: [1,64,64]"),
+        ("[ONNX Layer: l0.cast]", "[ONNX Layer: l0.other]"),
+        ("MulSum_", "MulMean_"),
+    ],
+    ids=["a weight in another type", "half of the weight", "activations that are not cast", "no sum"],
+)
+def test_a_product_of_one_row_is_held_to_its_types_and_its_weight(found, there):
+    assert found in ROW
+    with pytest.raises(DtoolError, match=r"1 of 1 differ: l0\.q\.mm \(Half x Half\)"):
+        verify_engine("decode", kernels_of(ROW.replace(found, there)), ROW_FACTS)
+
+
+def test_profiles_without_any_tag_are_told_apart_by_their_regions():
+    prefill, decode = parse_layers(f"Layers:\n{QKV}\n{ATTENTION.replace('_myl1_5', '_myl0_5')}\n{ROW}\n", 2)
+    assert [kernel.name[:7] for kernel in decode] == ["__myl_A"]
+    assert len(prefill) == 2

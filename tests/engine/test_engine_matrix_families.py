@@ -58,6 +58,23 @@ def mechanism(request, tmp_path_factory, make_recipe):
 
 
 @pytest.mark.parametrize("kind", SECTIONS)
+def test_mechanism_compiles_for_one_row(mechanism, kind, tmp_path, monkeypatch, make_recipe):
+    """Products of a single row are other kernels, which the check of the build knows as well."""
+    name, source = mechanism
+    if (name, kind) in CAPPED:
+        return
+    monkeypatch.setattr("toolchain.quantize.stage._calibration_blocks", lambda *_: random_ids(11, 4, 48))
+    monkeypatch.setattr("toolchain.quantize.stage._lineage", lambda exported, _: {"source": exported.identity})
+    attention = "native" if kind == "native" else "plugin"
+    recipe = make_recipe(
+        sections=SECTIONS[kind], attention=attention, targets=["sm89"], batch={"min": 1, "opt": 1, "max": 1}
+    )
+    if recipe.quantizes:
+        source = quantize_artifact(source, recipe, tmp_path / "q", report=quiet).path
+    build_engine(source, recipe, tmp_path / "engine", report=quiet)
+
+
+@pytest.mark.parametrize("kind", SECTIONS)
 def test_mechanism_compiles_as_asked_or_is_refused(mechanism, kind, tmp_path, monkeypatch, make_recipe):
     name, source = mechanism
     monkeypatch.setattr("toolchain.quantize.stage._calibration_blocks", lambda *_: random_ids(11, 4, 48))

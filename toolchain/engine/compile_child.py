@@ -17,7 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolchain.engine.compiler import PROGRESS, REFUSED, BuildOptions, BuildRequest, child_command
+from toolchain.engine.compiler import (
+    PROGRESS,
+    REFUSED,
+    SYSTEM_ERROR,
+    UNWRITTEN,
+    BuildOptions,
+    BuildRequest,
+    child_command,
+)
 from toolchain.engine.layers import LOG_HEAD
 from toolchain.engine.profiles import check_profile
 from toolchain.errors import DtoolError
@@ -43,11 +51,25 @@ def main(request_path: str) -> int:
     request = _read_request(Path(request_path))
     try:
         result = _compile(request)
+        _write(request.path("result"), json.dumps(result).encode())
+    except OSError as error:
+        document = [error.errno, error.strerror or str(error), os.fsdecode(error.filename or "")]
+        sys.stdout.write(f"{SYSTEM_ERROR}{json.dumps(document)}\n")
+        sys.stdout.flush()
+        return UNWRITTEN
     except (RefusedError, DtoolError) as error:
         sys.stderr.write(f"{error}\n")
         return REFUSED
-    request.path("result").write_text(json.dumps(result), "utf-8")
     return 0
+
+
+def _write(path: Path, data: bytes | memoryview) -> None:
+    """Write a file of the child's; an error tells how large the file was to be."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        cause = f"{error.strerror or error}, for a file of {memoryview(data).nbytes:,} bytes"
+        raise OSError(error.errno, cause, str(path)) from error
 
 
 def _read_request(path: Path) -> BuildRequest:
@@ -102,10 +124,9 @@ def _compile(request: BuildRequest) -> dict[str, Any]:
         raise RefusedError("the builder returned no plan")
     if used != "none":
         _keep_timing_cache(config, request)
-    with request.path("plan").open("wb") as stream:
-        stream.write(memoryview(plan))
+    _write(request.path("plan"), memoryview(plan))
     layers = layer_log[0] if request.backend == "tensorrt-rtx" and layer_log else _inspect(trt, logger, plan)
-    request.path("layers").write_text(layers, "utf-8")
+    _write(request.path("layers"), layers.encode())
     return {
         "parse_s": round(parsed - start, 3),
         "build_s": round(built - parsed, 3),

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import toolchain
 from toolchain.engine.profiles import Profile
@@ -24,10 +25,11 @@ from toolchain.errors import DtoolError
 from toolchain.memory import NO_MEMORY, ending, memory_at_hand, size_text
 
 CHILD = "toolchain.engine.compile_child"
-REFUSED = 3
-"""The child's exit status when TensorRT said no; anything else that is not 0 is a crash."""
+REFUSED, UNWRITTEN = 3, 4
+"""The child's exit statuses when TensorRT said no, and when a file could not be written; any other but 0 is a crash."""
 
-PROGRESS = "progress "
+PROGRESS, SYSTEM_ERROR = "progress ", "system error "
+"""Beginnings of the lines on the child's stdout; after the second stands the error as JSON."""
 LOG_LINES = 6
 NAMES = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "CUDA_VISIBLE_DEVICES")
@@ -75,7 +77,7 @@ class BuildRequest:
     timing_cache: Path | None = None
 
     def path(self, kind: str) -> Path:
-        """The file of one kind: request, result, plan, layers or log."""
+        """The file of one kind: request, result, plan or layers."""
         return self.folder / f"{self.onnx.stem}.{kind}"
 
 
@@ -99,13 +101,15 @@ def estimate_rss_bytes(weights_bytes: int) -> int:
 def compile_graph(request: BuildRequest, report: Callable[[str], None] = lambda _: None) -> BuildResult:
     """Compile in a child process; `report` is told the builder's progress.
 
-    Raises DtoolError with the compiler's last lines when it fails or dies.
+    Raises DtoolError with the compiler's last lines when it fails or dies, and OSError as the child met it: the
+    log is in memory and the error comes through a pipe, so that a full disk cannot hide itself.
     """
     document = asdict(request) | {"onnx": f"./{request.onnx.name}", "folder": "."}
     document["plugin_libraries"] = [str(path.resolve()) for path in request.plugin_libraries]
     document["timing_cache"] = str(request.timing_cache.resolve()) if request.timing_cache else None
     request.path("request").write_text(json.dumps(document), "utf-8")
-    with request.path("log").open("wb") as log:
+    failure: list[Any] = []
+    with os.fdopen(os.memfd_create("compiler-log"), "w+b") as log:
         child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             child_command(request.path("request").name),
             cwd=request.folder,
@@ -119,14 +123,21 @@ def compile_graph(request: BuildRequest, report: Callable[[str], None] = lambda 
             for line in child.stdout or ():
                 if line.startswith(PROGRESS):
                     report(f"{request.onnx.stem}: {line.removeprefix(PROGRESS).strip()}")
+                elif line.startswith(SYSTEM_ERROR):
+                    failure = json.loads(line.removeprefix(SYSTEM_ERROR))
             status = child.wait()
         finally:  # Ctrl-C lands here: the child ignores it, so it is ended and awaited
             child.kill()
             child.wait()
             if child.stdout:
                 child.stdout.close()
+        log.seek(0)
+        lines = log.read().decode("utf-8", "replace")
+    if status == UNWRITTEN and failure:
+        number, cause, name = failure
+        raise OSError(number, cause, str(request.folder / name))
     if status != 0:
-        raise _explain_failure(request, status)
+        raise _explain_failure(request, status, lines)
     result = json.loads(request.path("result").read_text("utf-8"))
     return BuildResult(request.path("plan"), request.path("layers").read_text("utf-8"), **result)
 
@@ -156,8 +167,7 @@ def child_environment(folder: Path) -> dict[str, str]:
     return kept | {"LD_LIBRARY_PATH": libraries, "PYTHONPATH": sources, "PYTHONHASHSEED": "0"}
 
 
-def _explain_failure(request: BuildRequest, status: int) -> DtoolError:
-    log = request.path("log").read_text("utf-8", "replace")
+def _explain_failure(request: BuildRequest, status: int, log: str) -> DtoolError:
     lines = [line.strip()[:500] for line in log.splitlines() if line.strip()]
     last = "\n".join(lines[-LOG_LINES:]) or "no message"
     fix = next((text for pattern, text in _FIXES if pattern.search(log)), "")

@@ -23,6 +23,7 @@ _TENSOR = re.compile(
 )
 _ONNX = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 _PROFILE = re.compile(r"\[profile (\d+)\]")
+_ROW_PRODUCT = re.compile(r"Mul.*Sum")
 _REGION = re.compile(r"_myl(\d+)_\d+$")
 _INSPECTOR_TYPES = (
     ("FP8", "FP8"), ("FP16", "Half"), ("Half", "Half"), ("BF16", "BFloat16"), ("BFloat16", "BFloat16"),
@@ -68,6 +69,16 @@ class Kernel:
         return self.type == "gemm" or (self.type == "runtime_fusion" and "Fc" in self.name)
 
     @property
+    def is_row_product(self) -> bool:
+        """Whether it multiplies one row by a matrix and sums, as the compiler makes products of a single row.
+
+        TensorRT-RTX generates such kernels where batch and tokens are 1 in every shape of the profile. They are
+        named by their steps: SiluMulReshMulSumAdd is a gate, its product and an added residual, MulSlicSlicSumSum
+        one product whose columns go two ways, MulMulAddSum two products that are added.
+        """
+        return self.type == "kgen" and _ROW_PRODUCT.search(self.name) is not None
+
+    @property
     def is_fused_attention(self) -> bool:
         """Whether it is attention: the plugin, or TensorRT's kernel (_gemm_mha_v2 over many queries, _gemv_mha_v1)."""
         return "_mha_v" in self.tactic or self.is_plugin
@@ -93,11 +104,15 @@ def _split_profiles(kernels: Sequence[Kernel], profiles: int) -> list[tuple[Kern
     """Tell the kernels of several profiles apart: those of the later ones carry a tag.
 
     Not every kernel does, so one tag speaks for its whole region (the number in `_myl3_7`), and a
-    region without any belongs to the profile of the kernels before it.
+    region without any belongs to the profile of the kernels before it. Where no kernel has a tag, which
+    was seen with profiles of one row, and there are as many regions as profiles, each region is one.
     """
     tags = [_PROFILE.search(kernel.name) for kernel in kernels]
     regions = [_REGION.search(kernel.name) for kernel in kernels]
     of_region = {r[1]: int(t[1]) for t, r in zip(tags, regions, strict=True) if t and r}
+    in_order = list(dict.fromkeys(region[1] for region in regions if region))
+    if not any(tags) and len(in_order) == profiles:
+        of_region = {region: profile for profile, region in enumerate(in_order)}
     split: list[list[Kernel]] = [[] for _ in range(profiles)]
     current = 0
     for kernel, tag, region in zip(kernels, tags, regions, strict=True):

@@ -25,7 +25,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
-from toolchain.artifact import Artifact, Draft
+from toolchain.artifact import Artifact, Draft, require_room
 from toolchain.engine.linears import Linear, find_linears
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, PHASES, Phase, external_initializer, load_graph
@@ -394,6 +394,7 @@ class _Rewriter:
 
 def _write_tensors(shared: RewrittenGraphs, draft: Draft) -> None:
     layout = {name: (tensor.dtype, tensor.shape) for name, tensor in shared.stored.items()}
-    header, _ = build_header(layout)
+    header, ranges = build_header(layout)
+    require_room(draft.out, len(header) + sum(length for _, length in ranges.values()))
     chunks = (tensor_bytes(tensor.make()) for tensor in shared.stored.values())
     draft.known_sha256[WEIGHTS] = write_stream(draft.path / WEIGHTS, header, chunks)

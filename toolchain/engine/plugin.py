@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolchain.artifact import enclosing_artifact, open_artifact
+from toolchain.artifact import enclosing_artifact, open_artifact, real_place
 from toolchain.engine.library import describe_library
 from toolchain.engine.profiles import attention_specs
 from toolchain.engine.targets import TENSORRT, Target, targets_named
@@ -50,7 +50,7 @@ def build_plugin_for(source: Path, recipe: Recipe, out: Path, *, force: bool, re
 
 def _check_library_path(out: Path, *, force: bool) -> None:
     """Refuse an output that cannot be, lies in an artifact, or would replace something else than our library."""
-    folder = out.absolute().parent
+    folder = real_place(out).parent
     problem = ""
     if out.is_dir():
         problem = "is a folder"

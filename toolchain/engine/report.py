@@ -5,13 +5,14 @@ engine report lists every kernel, counts the fused attentions and the matrix pro
 of their operands, and `verify_engine` fails a build whose kernels do not do what the graph says.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from toolchain.engine.layers import Kernel
+from toolchain.engine.layers import Kernel, KernelTensor
 from toolchain.engine.profiles import ATTENTION, ENGINE_PHASES
 from toolchain.errors import DtoolError, name_list
 from toolchain.report import Bars, Page, Table
@@ -40,11 +41,16 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A matrix product of the graph: TensorRT's names of the types of its activations and weights."""
+    """A matrix product of the graph: TensorRT's names of the types of its activations and weights.
+
+    `elements`: the size of its stored matrix. `maker`: the node that its activations come from.
+    """
 
     node: str
     activations: str
     weights: str
+    elements: int = 0
+    maker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +78,14 @@ def read_graph(model: Any, compute_dtype: str) -> GraphFacts:
         if node.op_type not in ("MatMul", "Gemm"):
             continue
         sides = [_origin(name, producers, stored) for name in node.input[:2]]
-        weights = [code for code, is_weight in sides if is_weight]
-        if weights:  # a product of two activations is attention's, and counted there
-            activations = next((code for code, is_weight in sides if not is_weight), None)
-            weight = TRT_NAMES.get(weights[0] or "", str(weights[0]))
+        matrices = [(code, elements) for code, elements in sides if elements]
+        if matrices:  # a product of two activations is attention's, and counted there
+            code, elements = matrices[0]
+            activations = next((code for code, elements in sides if not elements), None)
+            weight = TRT_NAMES.get(code or "", str(code))
             plain = weight if weight in ("Float", "Half", "BFloat16") else compute
-            products.append(Product(node.name, TRT_NAMES.get(activations or "", plain), weight))
+            types = TRT_NAMES.get(activations or "", plain), weight
+            products.append(Product(node.name, *types, elements, _maker(node, producers)))
     return GraphFacts(
         op_types={node.name: node.op_type for node in model.graph.node},
         products=tuple(products),
@@ -99,26 +107,32 @@ def _quantized_cache(model: Any) -> tuple[str, tuple[int, ...]] | None:
     return None
 
 
-def _origin(name: str, producers: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Follow a product's input back to (stored type, is a weight); the type is None for a plain activation."""
+def _maker(product: Any, producers: Mapping[str, Any]) -> str:
+    """The name of the node that a product's activations come from; empty where they enter the graph."""
+    node = producers.get(product.input[0])
+    return "" if node is None else node.name
+
+
+def _origin(name: str, producers: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[str | None, int]:
+    """Follow a product's input back to (stored type, elements of the weight); None and 0 for a plain activation."""
     from onnx import TensorProto
 
     while name not in stored:
         node = producers.get(name)
         if node is None or node.op_type not in _CARRIERS:
-            return None, False
+            return None, 0
         if node.op_type == "QuantizeLinear":
             zero = stored.get(node.input[2]) if len(node.input) > 2 else None
             wanted = next((a.i for a in node.attribute if a.name == "output_dtype"), 0)
-            return TensorProto.DataType.Name(zero.data_type if zero is not None else wanted or TensorProto.UINT8), False
+            return TensorProto.DataType.Name(zero.data_type if zero is not None else wanted or TensorProto.UINT8), 0
         name = node.input[0]
-    return TensorProto.DataType.Name(stored[name].data_type), True
+    return TensorProto.DataType.Name(stored[name].data_type), math.prod(stored[name].dims)
 
 
 def summarize(kernels: Sequence[Kernel], facts: GraphFacts) -> dict[str, Any]:
     """Counts of an engine's kernels: by type, fused attention per layer, products by operand types."""
     fused = attention_kernels(kernels, facts)
-    products = _product_runs(kernels)
+    products = _product_runs(kernels, facts)
     wanted = {p.node for p in facts.products}
     rows = Counter((run.types, len(wanted & set(run.kernel.onnx_nodes))) for run in products)
     product_kernels = [run.kernel for run in products]
@@ -174,26 +188,56 @@ class _ProductRun:
         return "+".join(self.activations), "+".join(self.weights), "+".join(self.outputs)
 
 
-def _product_runs(kernels: Sequence[Kernel]) -> list[_ProductRun]:
-    """Every product kernel. Codes among the constants are the weight, else a matrix is (scales are vectors).
+def _product_runs(kernels: Sequence[Kernel], facts: GraphFacts) -> list[_ProductRun]:
+    """Every kernel that makes products with stored matrices, with the types of its operands.
 
-    A weight may also come out of a kernel that reads constants alone (a dequantization that was not
-    fused): its stored type counts.
+    Codes among the constants are the weight, else a matrix is (scales are vectors). A weight may also come
+    out of a kernel that reads constants alone (a dequantization that was not fused): its stored type counts.
     """
     prepared = {t.name: k for k in kernels if k.constants and not k.inputs for t in k.outputs}
+    asked = {product.node: product for product in facts.products}
     runs = []
     for kernel in kernels:
-        if kernel.is_product:
-            sources = [prepared[t.name] for t in kernel.inputs if t.name in prepared]
-            constants = [t for k in (kernel, *sources) for t in k.constants]
-            codes = [t.dtype for t in constants if t.dtype in _CODES]
-            weights = codes or [t.dtype for t in constants if t.is_matrix] or [t.dtype for t in constants]
-            inputs = [t.dtype for t in kernel.inputs if t.name not in prepared]
-            outputs = [t.dtype for t in kernel.outputs]
-            activations, stored, written = (tuple(sorted(set(types))) for types in (inputs, weights, outputs))
-            matrices = frozenset(t.dtype for t in constants if t.is_matrix)
-            runs.append(_ProductRun(kernel, activations, stored, written, matrices))
+        made = [asked[node] for node in dict.fromkeys(kernel.onnx_nodes) if node in asked]
+        sources = [prepared[t.name] for t in kernel.inputs if t.name in prepared]
+        constants = [t for k in (kernel, *sources) for t in k.constants]
+        rows = kernel.is_row_product and _holds_matrices(constants, made)
+        if not kernel.is_product and not rows:
+            continue
+        codes = [t.dtype for t in constants if t.dtype in _CODES]
+        weights = codes or [t.dtype for t in constants if t.is_matrix] or [t.dtype for t in constants]
+        inputs = [t.dtype for t in kernel.inputs if t.name not in prepared]
+        if rows:
+            inputs = _made_inside(kernel, made) or inputs
+        outputs = [t.dtype for t in kernel.outputs]
+        activations, stored, written = (tuple(sorted(set(types))) for types in (inputs, weights, outputs))
+        matrices = frozenset(t.dtype for t in constants if t.is_matrix)
+        runs.append(_ProductRun(kernel, activations, stored, written, matrices))
     return runs
+
+
+def _made_inside(kernel: Kernel, products: Sequence[Product]) -> list[str]:
+    """Types of the activations that a kernel makes itself before its product, by a node that it names.
+
+    That may be the cast after a norm, whose inputs are float32, or the rows of an embedding, whose inputs are ids.
+    Codes must come in as codes.
+    """
+    floats = [product for product in products if product.activations not in _CODES]
+    return [product.activations for product in floats if product.maker in kernel.onnx_nodes]
+
+
+def _holds_matrices(constants: Sequence[KernelTensor], products: Sequence[Product]) -> bool:
+    """Whether a kernel reads as much of matrices as these products have, in the types they are stored in.
+
+    Products of one input may have become one matrix, so the sizes are added up.
+    """
+    needed: Counter[str] = Counter()
+    held: Counter[str] = Counter()
+    for product in products:
+        needed[product.weights] += product.elements
+    for tensor in constants:
+        held[tensor.dtype] += math.prod(tensor.shape) if tensor.is_matrix else 0
+    return bool(products) and needed <= held
 
 
 def _precision_rows(rows: Counter[tuple[tuple[str, str, str], int]]) -> list[dict[str, Any]]:
@@ -243,14 +287,15 @@ def verify_engine(phase: str, kernels: Sequence[Kernel], facts: GraphFacts) -> N
     """
     _verify_attention(phase, kernels, facts)
     _verify_cache(phase, kernels, facts)
-    by_node = {node: run for run in _product_runs(kernels) for node in run.kernel.onnx_nodes}
+    by_node = {node: run for run in _product_runs(kernels, facts) for node in run.kernel.onnx_nodes}
     wrong = [text for product in facts.products if (text := _mismatch(product, by_node.get(product.node)))]
     if wrong:
         raise DtoolError(
-            f"{phase} was not compiled in the types its graph asks for",
-            expected="every product in the stored type of its weight and the type of its activations",
+            f"the kernels of {phase} are not those its graph asks for",
+            expected="for every product a kernel in the stored type of its weight and the type of its activations",
             found=f"{len(wrong)} of {len(facts.products)} differ: {name_list(wrong, 3)}",
-            fix="this is a fault of dtool's graph or of this TensorRT-RTX version: please report it",
+            fix="dtool's graph, its reading of the kernels or the compiler is wrong: please report it, with the "
+            "model's config.json and the recipe",
         )
 
 
@@ -301,7 +346,7 @@ def _mismatch(product: Product, run: _ProductRun | None) -> str:
     """
     asked = f"{product.activations} x {product.weights}"
     if run is None:
-        return f"{product.node} ({asked}) has no product kernel"
+        return f"{product.node} ({asked}) has no kernel that is known as a product"
     shares = product.weights in run.matrices - _CODES
     if product.activations in run.activations and (run.weights == (product.weights,) or shares):
         return ""

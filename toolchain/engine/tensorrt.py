@@ -72,7 +72,8 @@ def build_tensorrt(
     plans = engine_plans(recipe.engine)
     report(
         f"compiling needs about {estimate_rss_bytes(weights) / 1e9:.1f} GB of memory, "
-        f"and {DISK_PER_WEIGHT_BYTE * len(plans) * weights / 1e9:.2f} GB of disk"
+        f"and {DISK_PER_WEIGHT_BYTE * len(plans) * weights / 1e9:.2f} GB of disk, "
+        f"where {shutil.disk_usage(draft.path).free / 1e9:.2f} GB are free"
     )
     scratch = draft.path / SCRATCH
     scratch.mkdir()

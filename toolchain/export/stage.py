@@ -3,8 +3,16 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from toolchain.artifact import Artifact, check_output, create_artifact, hash_file, open_artifact, stage_key
-from toolchain.export.weights import checkpoint_identity, write_weights
+from toolchain.artifact import (
+    Artifact,
+    check_output,
+    create_artifact,
+    hash_file,
+    open_artifact,
+    require_room,
+    stage_key,
+)
+from toolchain.export.weights import checkpoint_identity, weights_file_bytes, write_weights
 from toolchain.graph_io import CACHE_LAYOUT, GRAPH_FILES, PHASES, external_initializer, graph_io
 from toolchain.model.caches import CacheFormat, caches_of, describe_caches
 from toolchain.model.checkpoint import Checkpoint, open_checkpoint
@@ -31,6 +39,7 @@ def export_checkpoint(
     tokenizer = load_tokenizer(source) if has_tokenizer(source) else None
     for note in (*checkpoint.notes, *(tokenizer.notes if tokenizer else ())):
         report(f"note: {note}")
+    require_room(out, weights_file_bytes(checkpoint, recipe.compute_dtype))
     with create_artifact(out, STAGE, force=force) as draft:
         written = write_weights(checkpoint, recipe.compute_dtype, draft.path / WEIGHTS)
         report(f"{len(written.entries)} tensors written as {recipe.compute_dtype}")

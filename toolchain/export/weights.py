@@ -20,6 +20,7 @@ from toolchain.tensor_file import (
     hash_zeros,
     read_chunks,
     read_header,
+    stored_bytes,
     tensor_bytes,
     write_stream,
 )
@@ -51,6 +52,27 @@ def checkpoint_identity(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
+def weights_file_bytes(checkpoint: Checkpoint, compute_dtype: str) -> int:
+    """The bytes that `write_weights` will take on the disk."""
+    target = format_named(compute_dtype)
+    header, ranges = build_header({n: (target.name, p.shape) for n, p in checkpoint.parameters.items()})
+    unchanged = _unchanged_parts(checkpoint, target.name)
+    if unchanged is None:
+        return len(header) + sum(length for _, length in ranges.values())
+    return len(header) + sum(stored_bytes(entry) for _, entry in unchanged)
+
+
+def _unchanged_parts(checkpoint: Checkpoint, target: str) -> list[tuple[str, TensorEntry]] | None:
+    """Name and place of every stored tensor, where all can be copied as they are; None where some are converted."""
+    parts: list[tuple[str, TensorEntry]] = []
+    for parameter in checkpoint.parameters.values():
+        for name, part in zip(parameter.names, parameter.parts, strict=True):
+            if parameter.arrange is not None or not isinstance(part, TensorEntry) or part.dtype != target:
+                return None
+            parts.append((name, part))
+    return parts
+
+
 def write_weights(checkpoint: Checkpoint, compute_dtype: str, path: Path) -> WrittenWeights:
     """Write all parameters in `compute_dtype`; memory stays at a few chunks.
 
@@ -59,12 +81,9 @@ def write_weights(checkpoint: Checkpoint, compute_dtype: str, path: Path) -> Wri
     """
     target = format_named(compute_dtype)
     header, _ = build_header({n: (target.name, p.shape) for n, p in checkpoint.parameters.items()})
-    parameters = checkpoint.parameters.values()
-    plain = [(n, e) for p in parameters for n, e in zip(p.names, p.parts, strict=True) if isinstance(e, TensorEntry)]
-    whole = len(plain) == sum(len(p.parts) for p in parameters) and all(p.arrange is None for p in parameters)
-    if whole and all(entry.dtype == target.name for _, entry in plain):
-        named = iter(plain)
-        chunks = (chunk for name, entry in named for chunk in _finite_chunks(name, entry))
+    unchanged = _unchanged_parts(checkpoint, target.name)
+    if unchanged is not None:
+        chunks = (chunk for name, entry in unchanged for chunk in _finite_chunks(name, entry))
         digest = write_stream(path, header, chunks)
         return WrittenWeights(read_header(path), digest, digest)
     source_header, _ = build_header({n: (p.dtype, p.shape) for n, p in checkpoint.parameters.items()})

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from toolchain.artifact import PROGRESS, hidden_beside
+
 KEY, STREAMS = "key", "streams.pt"
 
 
@@ -25,7 +27,7 @@ class Progress:
     """The finished layers of one quantization."""
 
     def __init__(self, out: Path, key: str) -> None:
-        self.folder = out.parent / f".{out.name}.progress"
+        self.folder = hidden_beside(out, PROGRESS)
         if not (self.folder / KEY).is_file() or (self.folder / KEY).read_text() != key:
             self.remove()
             self.folder.mkdir()
@@ -58,5 +60,6 @@ class Progress:
 
     def _write(self, name: str, value: Any) -> None:
         partial = self.folder / f"{name}.partial"
-        torch.save(value, partial)
+        with partial.open("wb") as stream:  # given a path, torch hides that the disk is full
+            torch.save(value, stream)
         partial.replace(self.folder / name)

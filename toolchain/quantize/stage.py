@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from toolchain.artifact import (
+    PROGRESS,
     Artifact,
     Draft,
     check_output,
     create_artifact,
     enclosing_artifact,
     hash_file,
+    hidden_beside,
     open_artifact,
+    require_room,
     stage_key,
     verify_files,
 )
@@ -65,6 +68,7 @@ def quantize_artifact(
         job = replace(job, blocks=_calibration_blocks(exported, recipe))
     if statistics is not None:
         job = _with_statistics(job, exported, statistics)
+    _require_room(job, out)
     verify_files(exported, check_hashes=True)
     with create_artifact(out, STAGE, force=force) as draft:
         _describe(exported, job, draft)
@@ -75,6 +79,20 @@ def quantize_artifact(
     if job.progress is not None:
         job.progress.remove()
     return open_artifact(out, (STAGE,), check_hashes=False)
+
+
+def _require_room(job: Job, out: Path) -> None:
+    """Refuse an output that its disk has no room for, with the finished layers that are kept beside it meanwhile."""
+    from toolchain.quantize.stream import QuantizedStream
+
+    header, ranges = build_header(QuantizedStream(job).layout())
+    weights = len(header) + sum(length for _, length in ranges.values())
+    beside = 0
+    if job.calibrates:
+        kept = sum(p.stat().st_size for p in hidden_beside(out, PROGRESS).rglob("*") if p.is_file())
+        layers = sum(length for name, (_, length) in ranges.items() if name.startswith("model.layers."))
+        beside = max(layers - kept, 0)
+    require_room(out, weights, beside)
 
 
 def quantized_matrices(exported: Artifact, recipe: Recipe) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from toolchain.artifact import hash_file, hash_json, versions, write_atomic
+from toolchain.artifact import WAYS_OUT, hash_file, hash_json, versions, write_atomic
 from toolchain.errors import DtoolError
 from toolchain.formats import format_of
 from toolchain.tensor_file import TensorEntry, build_header, read_header, read_tensor, tensor_bytes, write_stream
@@ -67,7 +67,7 @@ class Statistics:
                 f"statistics cannot be kept in {self.folder}",
                 expected="a writable folder with room for them",
                 found=error.strerror or str(error),
-                fix="free some space, or leave --statistics out",
+                fix=f"{WAYS_OUT.get(error.errno or 0, 'choose another folder')}, or leave --statistics out",
             ) from error
         finally:
             with contextlib.suppress(OSError):  # the first error is the one to tell

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolchain.artifact import Artifact, enclosing_artifact, open_artifact, write_atomic
+from toolchain.artifact import Artifact, enclosing_artifact, open_artifact, real_place, write_atomic
 from toolchain.engine.preflight import check_export
 from toolchain.engine.source import check_source
 from toolchain.errors import DtoolError
@@ -129,7 +129,7 @@ def _timed(result: SearchResult, part: str) -> Iterator[None]:
 
 def _check_out(out: Path) -> None:
     inside = enclosing_artifact(out)
-    if out.exists() or inside or not out.resolve().parent.is_dir():
+    if out.exists() or inside or not real_place(out).parent.is_dir():
         found = f"the artifact {inside}" if inside else "something is there" if out.exists() else "no such folder"
         raise DtoolError(
             f"the recipe cannot be written to {out}", expected="a free path in a folder, outside artifacts",
