@@ -39,6 +39,7 @@ def whole(tiny_text, texts, tmp_path_factory):
 def no_bug(monkeypatch, tmp_path):
     """Raise, through everything, what the last guard would report as a bug."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)  # where a name that is no path lands
 
     def reached(error):
         raise AssertionError("an input reached the last guard") from error
