@@ -22,6 +22,7 @@ import pydantic
 import torch
 
 from toolchain.recipe_sections import Gates
+from toolchain.report import Measured
 
 Array = np.ndarray[Any, Any]
 CHUNK_POSITIONS = 64
@@ -36,7 +37,7 @@ class Row(pydantic.BaseModel, frozen=True, extra="forbid"):
     reference: str
     phase: str
     metric: str
-    value: float | None
+    value: Measured | None
     unit: str
     gate: float | None = None
     passed: bool = True
