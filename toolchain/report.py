@@ -5,10 +5,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import pydantic
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 SIGNIFICANT = 4
+"""Digits of a measured number. float32 sums in another order, as other processors form them, agree in about five: more
+would say nothing of the model or of the machine, and make equal reports differ."""
 TEXT_BAR_COLUMNS, TEXT_HEAT_ROWS = 40, 8
 SVG_WIDTH, SVG_VALUE_WIDTH, SVG_ROW_HEIGHT, SVG_LETTER_WIDTH = 800, 160, 30, 8
 HEAT_CELL, HEAT_DARKEST = 90, 0.8
@@ -20,6 +24,15 @@ INTERVAL_HEIGHT, SMALLEST_SHARE = 44, 1e-4
 ROOF_NAME_GAP, LOAD_NAME_GAP = 17, 20
 
 Cell = str | int | float | bool | None
+
+
+def significant(value: float, digits: int = SIGNIFICANT) -> float:
+    """A measured number with the digits that mean something, as documents hold it."""
+    return float(f"{value:.{digits}g}")
+
+
+Measured = Annotated[float, pydantic.PlainSerializer(significant)]
+"""A field that keeps all digits, for gates and formulas, and is written with those that mean something."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ import pydantic
 
 from toolchain.errors import DtoolError
 from toolchain.recipe_sections import Bench
+from toolchain.report import Measured
 from toolchain.runners.runner import Array, KVState, Limits, Runner
 
 CAPACITY_STEP = 64
@@ -49,10 +50,10 @@ Pause = Callable[[float], None]
 class Spread(pydantic.BaseModel, frozen=True, extra="forbid"):
     """Milliseconds over `samples` measurements."""
 
-    p50: float
-    p90: float
-    p99: float
-    min: float
+    p50: Measured
+    p90: Measured
+    p99: Measured
+    min: Measured
     samples: int
 
 
@@ -60,8 +61,8 @@ class FirstCall(pydantic.BaseModel, frozen=True, extra="forbid"):
     """The first prefill and the first decode step of a runner, in no other number."""
 
     prompt_tokens: int
-    prefill_ms: float
-    decode_ms: float
+    prefill_ms: Measured
+    decode_ms: Measured
 
 
 class CaseResult(pydantic.BaseModel, frozen=True, extra="forbid"):
@@ -73,10 +74,10 @@ class CaseResult(pydantic.BaseModel, frozen=True, extra="forbid"):
     capacity: int
     ttft_ms: Spread
     tpot_ms: Spread
-    tpot_mean_ms: float
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    end_to_end_tokens_per_s: float
+    tpot_mean_ms: Measured
+    prefill_tokens_per_s: Measured
+    decode_tokens_per_s: Measured
+    end_to_end_tokens_per_s: Measured
     cache_copy_bytes_per_step: int | None
 
 

@@ -28,7 +28,7 @@ from toolchain.errors import DtoolError
 from toolchain.model.config import DecoderConfig
 from toolchain.recipe import Recipe
 from toolchain.recipe_sections import Bench
-from toolchain.report import Bars, Page, Table
+from toolchain.report import Bars, Measured, Page, Table
 from toolchain.runners.open import eager_runner, open_runner
 from toolchain.runners.runner import Runner, artifact_limits
 
@@ -48,18 +48,18 @@ class Side(pydantic.BaseModel, frozen=True, extra="forbid"):
     """
 
     runner: str
-    load_ms: float
+    load_ms: Measured
     first_call: FirstCall
     ttft_ms: Spread
     tpot_ms: Spread
-    tpot_mean_ms: float
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    end_to_end_tokens_per_s: float
+    tpot_mean_ms: Measured
+    prefill_tokens_per_s: Measured
+    decode_tokens_per_s: Measured
+    end_to_end_tokens_per_s: Measured
     peak_memory_bytes: int
     anonymous_memory_bytes: int
     step_bytes: StepBytes | None
-    mbu: float | None
+    mbu: Measured | None
     cases: tuple[CaseResult, ...]
 
 
@@ -70,9 +70,9 @@ class Environment(pydantic.BaseModel, frozen=True, extra="forbid"):
     cores: int
     threads: int
     clock: str
-    load_average: float
-    memory_bandwidth_gb_s: float
-    mbu: float | None
+    load_average: Measured
+    memory_bandwidth_gb_s: Measured
+    mbu: Measured | None
     versions: dict[str, str]
 
 
@@ -83,7 +83,7 @@ class BenchReport(pydantic.BaseModel, frozen=True, extra="forbid"):
     stage: str
     engine: Side
     eager: Side
-    speedup: dict[str, float]
+    speedup: dict[str, Measured]
     environment: Environment
     settings: Bench
     formulas: dict[str, str]

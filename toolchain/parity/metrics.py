@@ -23,6 +23,7 @@ import torch
 
 from toolchain.parity.statistics import Estimate, Verdict, decide, exactly, positive_mean, quantile, share
 from toolchain.recipe_sections import Gates
+from toolchain.report import Measured
 
 Array = np.ndarray[Any, Any]
 CHUNK_POSITIONS = 64
@@ -41,7 +42,7 @@ class Row(pydantic.BaseModel, frozen=True, extra="forbid"):
     reference: str
     phase: str
     metric: str
-    value: float | None
+    value: Measured | None
     unit: str
     low: float | None = None
     high: float | None = None

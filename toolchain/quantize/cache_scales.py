@@ -23,6 +23,7 @@ from typing import Self
 import torch
 
 from toolchain.numerics import dequantize, quantize, scale_from_amax
+from toolchain.quantize.pieces import in_pieces
 from toolchain.recipe_sections import KVCache
 
 BINS = 4096
@@ -130,7 +131,11 @@ def cache_scale(seen: CacheSeen, kv_cache: KVCache) -> torch.Tensor:
     heads = (
         [slice(0, len(amax_K))] if kv_cache.granularity == "tensor" else [slice(k, k + 1) for k in range(len(amax_K))]
     )
-    clips = torch.stack([_clip(seen, part, amax_K[part].max(), kv_cache) for part in heads])
+
+    def clip(part: slice) -> torch.Tensor:
+        return _clip(seen, part, amax_K[part].max(), kv_cache)
+
+    clips = torch.stack(list(in_pieces(clip, heads)))
     return scale_from_amax(clips.expand_as(amax_K).contiguous(), kv_cache.format)
 
 

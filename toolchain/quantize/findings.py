@@ -13,6 +13,7 @@ from toolchain.formats import format_named
 from toolchain.numerics import CODE_RANGE, smallest_scale
 from toolchain.quantize.gptq import DAMPING
 from toolchain.recipe_sections import Activations, Weights
+from toolchain.report import significant
 
 if TYPE_CHECKING:
     from toolchain.quantize.rounding import RoundedMatrix
@@ -32,11 +33,14 @@ def describe_matrix(
     seen: "Seen | None",
     held_in: torch.dtype,
 ) -> dict[str, Any]:
-    """One row of the report: format, scales, losses in dB, and what the product's input was like."""
+    """One row of the report: format, scales, losses in dB, and what the product's input was like.
+
+    Measured numbers have the digits that mean something (`report.significant`).
+    """
     floor = rounded.scale <= smallest_scale(held_in)
     blank = (value_OI.unflatten(-1, (-1, group_size)) if group_size else value_OI).abs().amax(-1) == 0
     typical = None if seen is None else float(seen.amax.median())
-    return {
+    row = {
         "matrix": module,
         "format": weights.format,
         "group_size": group_size,
@@ -53,6 +57,7 @@ def describe_matrix(
         "input_outlier_ratio": float(seen.amax.max()) / typical if seen is not None and typical else None,
         "input_dead": None if seen is None else bool(seen.tokens and not float(seen.amax.max())),
     }
+    return {key: significant(value) if isinstance(value, float) else value for key, value in row.items()}
 
 
 def warnings(rows: Iterable[Mapping[str, Any]], rounded: Mapping[str, Activations], held_in: str) -> list[str]:
@@ -117,5 +122,5 @@ def coverage(blocks: Any, vocab_size: int) -> dict[str, Any] | None:
         "seq_len": seq_len,
         "tokens": samples * seq_len,
         "distinct_tokens": distinct,
-        "vocabulary_share": distinct / vocab_size,
+        "vocabulary_share": significant(distinct / vocab_size),
     }

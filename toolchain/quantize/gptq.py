@@ -17,13 +17,15 @@ whenever the factorization fails. Inputs that are always zero take no part.
 
 Source: Frantar et al., GPTQ, arXiv 2210.17323, algorithm 1 and section 3.3; OBQ, arXiv 2208.11580.
 
-Legend: O outputs, I inputs, G groups, g inputs of a group, c columns of a block.
+Legend: O outputs, r some of them, I inputs, G groups, g inputs of a group, c columns of a block.
 """
 
 import torch
 
 from toolchain.errors import DtoolError
 from toolchain.numerics import CODE_RANGE, dequantize, quantize, scale_from_amax
+from toolchain.quantize.inverse_factor import inverse_factor_
+from toolchain.quantize.pieces import add_product, in_pieces, matrix_product
 
 BLOCK = 64
 """Columns rounded before the rest of the matrix hears of it."""
@@ -52,8 +54,11 @@ def search_scale(
     groups_OGg = weight_OI.float().unflatten(-1, (-1, group_size))
     parts_Ggg = None if hessian_II is None or group_size > FULL_GROUP else _diagonal_blocks(hessian_II, group_size)
     size_Gg = None if hessian_II is None else hessian_II.diagonal().clone().unflatten(0, (-1, group_size))
-    parts = groups_OGg.split(_rows(CACHED, weight_OI))
-    return torch.cat([_search_rows(part, fmt, parts_Ggg, size_Gg, held_in) for part in parts])
+
+    def search(rows_OGg: torch.Tensor) -> torch.Tensor:
+        return _search_rows(rows_OGg, fmt, parts_Ggg, size_Gg, held_in)
+
+    return torch.cat(list(in_pieces(search, groups_OGg.split(_rows(CACHED, weight_OI)))))
 
 
 def _rows(values: int, weight_OI: torch.Tensor) -> int:
@@ -118,7 +123,7 @@ def _round_rows(
             rounded_IO[start + j] = _nearest(block_cO[j], scale_GO[group_I[start + j]], fmt)
             errors_cO[j] = (block_cO[j] - rounded_IO[start + j]) / upper_cc[j, j]
             block_cO[j + 1 :].addr_(upper_cc[j, j + 1 :], errors_cO[j], alpha=-1)
-        weight_IO[stop:].addmm_(upper_II[start:stop, stop:].mT, errors_cO, alpha=-1)
+        add_product(weight_IO[stop:], upper_II[start:stop, stop:].mT, errors_cO, factor=-1)
     return rounded_IO[torch.argsort(order)].mT.contiguous()
 
 
@@ -157,10 +162,16 @@ def _refine_rows(
     rounds: int,
     held_in: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wanted_OI = weight_OI @ hessian_II
+    wanted_OI = matrix_product(weight_OI, hessian_II)
+
+    def refit(
+        wanted_rI: torch.Tensor, shown_rI: torch.Tensor, scale_rG: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _refit_scales(wanted_rI, shown_rI, scale_rG, hessian_II, held_in)
+
     for _ in range(rounds):
         matrices = (x.split(_rows(REUSED, weight_OI)) for x in (wanted_OI, shown_OI, scale_OG))
-        refitted = [_refit_scales(*parts, hessian_II, held_in) for parts in zip(*matrices, strict=True)]
+        refitted = in_pieces(refit, *matrices)
         scale_OG, shown_OI = (torch.cat(parts) for parts in zip(*refitted, strict=True))
         shown_OI = _descend(weight_OI, shown_OI, hessian_II, scale_OG, fmt)
     return shown_OI, scale_OG
@@ -198,7 +209,7 @@ def _descend(
     rounded_IO = shown_OI.mT.contiguous()
     scale_GO, size_I = scale_OG.mT.contiguous(), hessian_II.diagonal()
     group = len(rounded_IO) // len(scale_GO)
-    gradient_IO = hessian_II @ (weight_OI.mT - rounded_IO)
+    gradient_IO = matrix_product(hessian_II, weight_OI.mT - rounded_IO)
     for start in range(0, len(rounded_IO), BLOCK):
         stop = min(start + BLOCK, len(rounded_IO))
         block_cO, hessian_cc = gradient_IO[start:stop], hessian_II[start:stop, start:stop]
@@ -209,7 +220,7 @@ def _descend(
             moved_cO[j] = column_O - better_O
             rounded_IO[start + j] = better_O
             block_cO[j + 1 :].addr_(hessian_cc[j, j + 1 :], moved_cO[j])
-        gradient_IO[stop:].addmm_(hessian_II[stop:, start:stop], moved_cO)
+        add_product(gradient_IO[stop:], hessian_II[stop:, start:stop], moved_cO)
     return rounded_IO.mT.contiguous()
 
 
@@ -230,19 +241,14 @@ def _inverse_factor(hessian_II: torch.Tensor, order: torch.Tensor) -> tuple[torc
             fix="check the weights for inf or NaN",
         )
     damping = DAMPING
-    fault, fault_above = torch.zeros(2, dtype=torch.int32)
     while damping <= MOST_DAMPING:
-        matrix_II = hessian_II.mT[order][:, order]
+        matrix_II = hessian_II[order][:, order].double()
         mean = float(matrix_II.diagonal().mean())
         if mean == 0:
             return torch.eye(hessian_II.shape[0]), damping
-        matrix_II = matrix_II.double().mT  # by columns, as LAPACK wants it: the three steps are done in place
         matrix_II.diagonal().add_(damping * mean)
-        torch.linalg.cholesky_ex(matrix_II, out=(matrix_II, fault))
-        torch.cholesky_inverse(matrix_II, out=matrix_II)
-        torch.linalg.cholesky_ex(matrix_II, upper=True, out=(matrix_II, fault_above))
-        if not int(fault) and not int(fault_above):
-            return matrix_II.to(torch.float32, memory_format=torch.contiguous_format), damping
+        if inverse_factor_(matrix_II):
+            return matrix_II.float(), damping
         damping *= 10
     raise DtoolError(
         "the calibration's second moments cannot be factored",

@@ -23,6 +23,7 @@ import torch
 
 from toolchain.errors import DtoolError
 from toolchain.model.config import DecoderConfig
+from toolchain.quantize.pieces import matrix_product
 from toolchain.recipe_sections import Rotation
 
 BLOCK = 128
@@ -82,11 +83,11 @@ def rotate_stream(block: Any, rotation_EE: torch.Tensor) -> None:
         for product in products:
             weight = product.weight.double()
             weight = weight if multiplier_E is None else weight * multiplier_E.double()
-            product.weight.copy_(weight @ rotation_EE)
+            product.weight.copy_(matrix_product(weight, rotation_EE))
         if multiplier_E is not None:
             norm.weight.fill_(1.0 - norm.offset)
     for product in (block.self_attn.o_proj, block.mlp.down_proj):
-        product.weight.copy_(rotation_EE.mT @ product.weight.double())
+        product.weight.copy_(matrix_product(rotation_EE.mT, product.weight.double()))
         if product.bias is not None:
             product.bias.copy_(product.bias.double() @ rotation_EE)
 
@@ -98,11 +99,13 @@ def rotate_values(block: Any, config: DecoderConfig) -> None:
     first = sum(config.qkv_sizes[:2])
     qkv, out = block.self_attn.qkv_proj, block.self_attn.o_proj
     values = qkv.weight[first:].double().unflatten(0, (-1, config.head_dim))
-    qkv.weight[first:] = torch.einsum("dk,ndi->nki", rotation_DD, values).flatten(0, 1).to(qkv.weight.dtype)
+    turned = [matrix_product(rotation_DD.mT, value_DE) for value_DE in values]
+    qkv.weight[first:] = torch.cat(turned).to(qkv.weight.dtype)
     if qkv.bias is not None:
         bias = qkv.bias[first:].double().unflatten(0, (-1, config.head_dim)) @ rotation_DD
         qkv.bias[first:] = bias.flatten().to(qkv.bias.dtype)
-    out.weight.copy_((out.weight.double().unflatten(1, (-1, config.head_dim)) @ rotation_DD).flatten(1))
+    heads = out.weight.double().unflatten(1, (-1, config.head_dim))
+    out.weight.copy_(matrix_product(heads, rotation_DD).flatten(1))
 
 
 @torch.no_grad()
@@ -110,5 +113,6 @@ def rotate_feed_forward(block: Any) -> torch.Tensor:
     """Put the last product's weight into the basis K of its input, in place; returns K [n, n], float64."""
     weight = block.mlp.down_proj.weight
     rotation_nn = rotation_matrix(block_width(weight.shape[1]))
-    weight.copy_((weight.double().unflatten(1, (-1, len(rotation_nn))) @ rotation_nn).flatten(1))
+    blocks = weight.double().unflatten(1, (-1, len(rotation_nn)))
+    weight.copy_(matrix_product(blocks, rotation_nn).flatten(1))
     return rotation_nn

@@ -14,6 +14,7 @@ import torch
 
 from toolchain.numerics import CODE_RANGE, dequantize, pack_int4, quantize, scale_from_amax
 from toolchain.quantize.gptq import refine, round_with_hessian, search_scale
+from toolchain.quantize.pieces import squared_length
 from toolchain.recipe_sections import Weights
 
 
@@ -64,15 +65,15 @@ def round_matrix(
     codes_OGg = quantize(shown_OI.unflatten(-1, (-1, width)), scale_OG[..., None], fmt)
     shown_OI = dequantize(codes_OGg, scale_OG[..., None]).flatten(1)
     reach_OG1 = (scale_OG * CODE_RANGE[fmt][1])[..., None]
-    clipped = (weight_OI.unflatten(-1, (-1, width)).abs() > reach_OG1 * (1 + 1e-5)).float().mean()
+    clipped = int((weight_OI.unflatten(-1, (-1, width)).abs() > reach_OG1 * (1 + 1e-5)).sum())
     codes = pack_int4(codes_OGg.flatten(1)) if fmt == "int4" else codes_OGg.flatten(1)
     return RoundedMatrix(
         codes=codes,
         scale=scale_OG if group_size else scale_OG[:, 0],
         shown=shown_OI,
-        weight_sqnr_db=decibels(weight_OI.square().sum(), (weight_OI - shown_OI).square().sum()),
-        output_sqnr_db=None if hessian_II is None else _output_sqnr(weight_OI, shown_OI, hessian_II),
-        clipped_share=float(clipped),
+        weight_sqnr_db=sqnr_db(weight_OI, shown_OI),
+        output_sqnr_db=None if hessian_II is None else sqnr_db(weight_OI, shown_OI, hessian_II),
+        clipped_share=clipped / weight_OI.numel(),
         damping=damping,
     )
 
@@ -96,13 +97,7 @@ def _scales(
     return search_scale(weight_OI, weights.format, width, hessian_II=hessian_II, held_in=held_in)
 
 
-def _output_sqnr(weight_OI: torch.Tensor, shown_OI: torch.Tensor, hessian_II: torch.Tensor) -> float:
-    error_OI = weight_OI - shown_OI
-    signal, noise = (((x_OI @ hessian_II) * x_OI).sum() for x_OI in (weight_OI, error_OI))
-    return decibels(signal, noise)
-
-
-def decibels(signal: torch.Tensor, noise: torch.Tensor) -> float:
-    """At most 200 dB, which stands for no error at all."""
-    power, loss = float(signal), float(noise)
+def sqnr_db(weight_OI: torch.Tensor, shown_OI: torch.Tensor, hessian_II: torch.Tensor | None = None) -> float:
+    """The SQNR of the weights, or with H of the outputs; at most 200 dB, which stands for no error at all."""
+    power, loss = squared_length(weight_OI, hessian_II), squared_length(weight_OI - shown_OI, hessian_II)
     return 200.0 if loss <= 0 or power <= 0 else min(10 * math.log10(power / loss), 200.0)

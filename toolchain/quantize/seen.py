@@ -9,6 +9,10 @@ import torch
 
 from toolchain.model.quantized import InputShape
 from toolchain.quantize.cache_scales import CacheSeen
+from toolchain.quantize.pieces import in_pieces
+
+COLUMNS = 128
+"""Channels of a piece: what is seen of a channel, a row of H too, does not depend on other pieces."""
 
 
 @dataclass(slots=True)
@@ -54,19 +58,27 @@ class Seen:
     def add(self, x_BTI: torch.Tensor) -> None:
         """Take in one batch."""
         x_NI = x_BTI.float().flatten(0, -2)
-        once_N = torch.ones(len(x_NI))  # a product takes half the time of a sum over rows
-        self.low, self.high = torch.minimum(self.low, x_NI.amin(0)), torch.maximum(self.high, x_NI.amax(0))  # NaN stays
-        if self.total is not None:
-            self.total = self.total + once_N @ x_NI.abs()
-        if self.signed is not None:
-            self.signed = self.signed + once_N @ x_NI
-        if self.balanced is not None:
+        once_N = weight_N = torch.ones(len(x_NI))  # a product takes half the time of a sum over rows
+        if self.weight is not None:
             weight_N = 1 / torch.linalg.vector_norm(x_NI, dim=1).square().clamp_min(1e-30)
-            self.balanced = self.balanced + weight_N @ x_NI
-            self.weight = self.weight + weight_N.sum()
+            self.weight += weight_N.sum()
         self.tokens += len(x_NI)
-        if self.hessian is not None:
-            self.hessian.addmm_(x_NI.mT, x_NI)
+
+        def add_columns(start: int) -> None:
+            part = slice(start, start + COLUMNS)
+            x_Nc = x_NI[:, part]
+            torch.minimum(self.low[part], x_Nc.amin(0), out=self.low[part])  # NaN stays
+            torch.maximum(self.high[part], x_Nc.amax(0), out=self.high[part])
+            if self.total is not None:
+                self.total[part] += once_N @ x_Nc.abs()
+            if self.signed is not None:
+                self.signed[part] += once_N @ x_Nc
+            if self.balanced is not None:
+                self.balanced[part] += weight_N @ x_Nc
+            if self.hessian is not None:
+                self.hessian[part].addmm_(x_Nc.mT, x_NI)
+
+        list(in_pieces(add_columns, range(0, x_NI.shape[1], COLUMNS)))
 
     def divide(self, scale_I: torch.Tensor) -> None:
         """As if every input had been divided by `scale_I`."""

@@ -18,6 +18,7 @@ then a token with massive activations decides alone. 1 for all of s is among the
 Legend: I inputs of a product, E hidden, F feed-forward, D head dim, K KV heads, G query heads of a KV head.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 
 from toolchain.model.config import DecoderConfig
 from toolchain.numerics import dequantize, quantize, scale_from_amax, token_scale
+from toolchain.quantize.pieces import in_pieces
 from toolchain.recipe_sections import Activations
 
 SMALLEST, LARGEST = 1e-4, 1e4
@@ -116,9 +118,13 @@ def least_error(
 ) -> tuple[float | None, torch.Tensor]:
     """The (alpha, s [I]) whose readers err least together; alpha None and s = 1 where none is better than that."""
     best, plain_I = None, torch.ones(x_NI.shape[1])
-    least, found_I = sum(reader.error(x_NI, plain_I) for reader in readers), plain_I
-    for alpha, scale_I in candidates:
-        error = sum(reader.error(x_NI, scale_I) for reader in readers)
+    tried = [(best, plain_I), *candidates]
+
+    def error_of(scale_I: torch.Tensor) -> float:
+        return sum(reader.error(x_NI, scale_I) for reader in readers)
+
+    least, found_I = math.inf, plain_I
+    for (alpha, scale_I), error in zip(tried, in_pieces(error_of, [scale_I for _, scale_I in tried]), strict=True):
         if error < least:
             best, least, found_I = alpha, error, scale_I
     return best, found_I

@@ -28,11 +28,14 @@ from toolchain.model.caches import describe_caches
 from toolchain.model.config import DecoderConfig
 from toolchain.quantize.job import WEIGHTS, Job, plan_job, plan_recipe
 from toolchain.recipe import Recipe, find_data
+from toolchain.report import significant
 from toolchain.tensor_file import TensorEntry, build_header, read_header, tensor_bytes, write_stream
 
 STAGE = "quantize"
 PACKAGES = ("torch", "onnx", "onnx-ir")
 QUANTIZATION = "quantization.json"
+ERROR_DIGITS = 1
+"""Of a difference that rounding alone makes: only its magnitude means something."""
 
 
 def quantize_artifact(
@@ -184,17 +187,20 @@ def _write_weights(job: Job, draft: Draft) -> dict[str, TensorEntry]:
     """Stream the weights through the quantizer into the new file, at most one layer in memory at a time."""
     from toolchain.quantize.excess import survey_excess
     from toolchain.quantize.findings import coverage, text_warnings, warnings, worst_rows
+    from toolchain.quantize.pieces import fixed_pieces
     from toolchain.quantize.stream import QuantizedStream
 
-    stream = QuantizedStream(replace(job, excess=survey_excess(job)))
-    header, _ = build_header(stream.layout())
     path = draft.path / WEIGHTS
-    chunks = (tensor_bytes(tensor) for tensor in stream.tensors())
-    draft.known_sha256[WEIGHTS] = write_stream(path, header, chunks)
+    with fixed_pieces():
+        stream = QuantizedStream(replace(job, excess=survey_excess(job)))
+        header, _ = build_header(stream.layout())
+        chunks = (tensor_bytes(tensor) for tensor in stream.tensors())
+        draft.known_sha256[WEIGHTS] = write_stream(path, header, chunks)
     text = coverage(job.blocks, job.config.vocab_size)
     found = warnings(stream.rows, job.plan.rounded, job.held_in) + text_warnings(text)
     document = {"matrices": stream.rows, "not_quantized": list(job.plan.skipped), "warnings": found}
-    document |= {"centered": list(job.plan.centered), "calibration": text, "identity_error": stream.identity_error}
+    document |= {"centered": list(job.plan.centered), "calibration": text}
+    document["identity_error"] = significant(stream.identity_error, ERROR_DIGITS)
     draft.write_json(QUANTIZATION, document)
     for line in found:
         job.report(f"warning: {line}")

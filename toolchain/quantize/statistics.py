@@ -25,7 +25,7 @@ from toolchain.errors import DtoolError
 from toolchain.formats import format_of
 from toolchain.tensor_file import TensorEntry, build_header, read_header, read_tensor, tensor_bytes, write_stream
 
-SCHEMA = 1
+SCHEMA = 2
 Records = Mapping[str, Any]
 
 

@@ -60,7 +60,7 @@ class StoredScales:
         Raises DtoolError where the numbers are not those of the scales.
         """
         from toolchain.numerics import dequantize, pack_int4, quantize
-        from toolchain.quantize.rounding import RoundedMatrix, decibels
+        from toolchain.quantize.rounding import RoundedMatrix, sqnr_db
 
         name = f"{module}.weight_scale"
         out, into = weight_OI.shape
@@ -82,12 +82,12 @@ class StoredScales:
             )
         scale_OG = _held(name, scale_OG, held_in)
         codes_OI = codes_OGg.flatten(1)
-        error = (dequantize(codes_OGg, scale_OG[..., None]) - weight_OGg.float()).square().sum()
+        shown_OI = dequantize(codes_OGg, scale_OG[..., None]).flatten(1)
         return RoundedMatrix(
             codes=pack_int4(codes_OI) if self.fmt == "int4" else codes_OI,
             scale=scale_OG if group else scale_OG[:, 0].contiguous(),
-            shown=dequantize(codes_OGg, scale_OG[..., None]).flatten(1),
-            weight_sqnr_db=decibels(weight_OI.float().square().sum(), error),
+            shown=shown_OI,
+            weight_sqnr_db=sqnr_db(weight_OI.float(), shown_OI),
             output_sqnr_db=None,
             clipped_share=0.0,
         )

@@ -31,6 +31,7 @@ from toolchain.model.quantized import (
 from toolchain.quantize.excess import PRODUCT
 from toolchain.quantize.findings import describe_matrix
 from toolchain.quantize.job import Job
+from toolchain.quantize.pieces import matrix_product
 from toolchain.quantize.rotation import block_width, rotation_matrix
 from toolchain.quantize.rounding import round_matrix
 from toolchain.quantize.seen import Seen
@@ -155,7 +156,7 @@ class QuantizedStream:
         center_I, offset_O = mean
         if module in self.job.plan.rounded:
             return {f"{module}.{CENTER}": center_I, f"{module}.{OFFSET}": offset_O}
-        return {f"{module}.{OFFSET}": offset_O - dequantize_weight(*stored) @ center_I}
+        return {f"{module}.{OFFSET}": offset_O - matrix_product(dequantize_weight(*stored), center_I)}
 
     def _scales(self, layer: WalkedLayer) -> dict[str, Any]:
         held_in = format_named(self.job.held_in).torch_dtype

@@ -19,6 +19,7 @@ Legend: B batch, T tokens, I inputs of a product, E hidden, K KV heads, C capaci
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,10 +40,11 @@ from toolchain.quantize.job import Job
 from toolchain.quantize.keys import smooth_keys
 from toolchain.quantize.layer import embedded_text, fill, load_layer, run_layer
 from toolchain.quantize.layer_smoothing import smooth_layer
+from toolchain.quantize.pieces import in_pieces, matrix_product
 from toolchain.quantize.plan import QuantizePlan, is_expert
 from toolchain.quantize.progress import time_span
 from toolchain.quantize.rotation import rotate_feed_forward, rotate_stream, rotate_values, rotation_matrix
-from toolchain.quantize.seen import Seen, WalkedLayer, nothing_seen
+from toolchain.quantize.seen import WalkedLayer, nothing_seen
 from toolchain.recipe import Recipe
 from toolchain.tensor_file import TensorEntry
 
@@ -76,12 +78,13 @@ class WalkedText:
         if self.streams is None:
             embedded = embedded_text(entries, config, self.job.blocks, recipe.calibration.batch)
             turned_EE = None if self.exact_EE is None else self.exact_EE.float()
-            self.streams, self.at = [x_BTE if turned_EE is None else x_BTE @ turned_EE for x_BTE in embedded], 0
+            self.streams = embedded if turned_EE is None else [matrix_product(x_BTE, turned_EE) for x_BTE in embedded]
+            self.at = 0
         for i in range(self.at, index):  # layers whose statistics were there
             block = load_layer(entries, config, i)
             with torch.no_grad():
                 _rotate(block, WalkedLayer(i, {}), config, recipe, self.exact_EE, self.job.excess.get(i))
-            self.leave(i, [run_layer(block, self.rope(i), x_BTE)[0] for x_BTE in self.streams])
+            self.leave(i, _outputs(block, self.rope(i), self.streams))
         return self.streams
 
     def leave(self, index: int, outputs: list[torch.Tensor]) -> None:
@@ -110,7 +113,7 @@ def walk(job: Job) -> Iterator[WalkedLayer]:
         yield layer
         if recipe.calibration.inputs == "quantized":  # the block's matrices have been rounded in place
             _round_inputs(block, layer, job.plan)
-            text.leave(i, [run_layer(block, text.rope(i), x_BTE)[0] for x_BTE in entered])
+            text.leave(i, _outputs(block, text.rope(i), entered))
         del entered
         if progress is not None:
             progress.keep_streams(i + 1, text.streams if text.at == i + 1 else None)
@@ -224,18 +227,29 @@ def _expect(block: Block, layer: WalkedLayer, job: Job, products: tuple[str, ...
 
 def _run(block: Block, rope: LayerCache, streams: list[torch.Tensor], layer: WalkedLayer) -> list[torch.Tensor]:
     """The layer's output for every batch; `layer` learns what it expects of its products and its cache on the way."""
-    handles, outputs = [], []
-    for name, seen in layer.seen.items():
-        handles.append(block.get_submodule(name).register_forward_pre_hook(_watch(seen)))
-    for x_BTE in streams:
+    here = threading.local()  # batches run at once: each thread has the inputs of its own
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _, inputs: here.inputs.update({name: inputs[0]})
+
+    def see(x_BTE: torch.Tensor) -> tuple[torch.Tensor, LayerCache, dict[str, torch.Tensor], int]:
+        here.inputs = {}
         out_BTE, cache = run_layer(block, rope, x_BTE)
+        # a sum is finite in a fifth of the time, and never where a value is not
+        wrong = 0 if math.isfinite(float(out_BTE.sum())) else int((~torch.isfinite(out_BTE)).sum())
+        return out_BTE, cache, here.inputs, wrong
+
+    handles = [block.get_submodule(name).register_forward_pre_hook(keep(name)) for name in layer.seen]
+    outputs, wrong = [], 0
+    for out_BTE, cache, inputs, wrong_here in in_pieces(see, streams):
         outputs.append(out_BTE)
+        wrong += wrong_here
+        for name, seen in layer.seen.items():
+            seen.add(inputs[name])
         for seen, cache_BKCD in zip(layer.cache.values(), cache, strict=False):  # where it is not watched, none
             seen.add(cache_BKCD)
     for handle in handles:
         handle.remove()
-    # a sum is finite in a fifth of the time, and never where a value is not
-    wrong = sum(int((~torch.isfinite(out)).sum()) for out in outputs if not math.isfinite(float(out.sum())))
     if wrong:
         raise DtoolError(
             f"layer {layer.index} gives inf or NaN on the calibration text",
@@ -246,8 +260,9 @@ def _run(block: Block, rope: LayerCache, streams: list[torch.Tensor], layer: Wal
     return outputs
 
 
-def _watch(product: Seen) -> Callable[..., None]:
-    return lambda _, inputs: product.add(inputs[0])
+def _outputs(block: Block, rope: LayerCache, streams: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The layer's output for every batch."""
+    return [out_BTE for out_BTE, _ in in_pieces(lambda x_BTE: run_layer(block, rope, x_BTE), streams)]
 
 
 def _center(block: Block, layer: WalkedLayer, job: Job) -> None:
@@ -256,7 +271,9 @@ def _center(block: Block, layer: WalkedLayer, job: Job) -> None:
         if f"model.layers.{layer.index}.{product}" in job.plan.centered:
             center_I = seen.center.to(format_named(job.held_in).torch_dtype).float()
             seen.shift(center_I)
-            layer.means[product] = (center_I, block.get_submodule(product).weight @ center_I)  # type: ignore[operator]
+            weight_OI = block.get_submodule(product).weight
+            assert isinstance(weight_OI, torch.Tensor)
+            layer.means[product] = (center_I, matrix_product(weight_OI, center_I))
 
 
 def _round_inputs(block: Block, layer: WalkedLayer, plan: QuantizePlan) -> None:
@@ -264,7 +281,8 @@ def _round_inputs(block: Block, layer: WalkedLayer, plan: QuantizePlan) -> None:
     prefix = f"model.layers.{layer.index}."
     for product, (center_I, mean_O) in layer.means.items():
         module = block.get_submodule(product)
-        offset_O = mean_O - module.weight @ center_I  # type: ignore[operator]
+        assert isinstance(module.weight, torch.Tensor)
+        offset_O = mean_O - matrix_product(module.weight, center_I)
         module.register_forward_hook(lambda _, __, y_BTO, offset_O=offset_O: y_BTO + offset_O)
     for name, how in plan.rounded.items():
         if not name.startswith(prefix):
@@ -308,8 +326,13 @@ def _head_input(job: Job, text: WalkedText) -> WalkedLayer:
     if found is not None:
         return WalkedLayer(config.num_hidden_layers, {}, seen=found)
     norm = fill(Norm(config), job.entries, "model.norm.") if config.final_norm else torch.nn.Identity()
-    for x_BTE in text.entering(config.num_hidden_layers):
-        expected["lm_head"].add(norm(x_BTE if text.exact_EE is None else x_BTE @ text.exact_EE.float().mT))
+    back_EE = None if text.exact_EE is None else text.exact_EE.float().mT
+
+    def read(x_BTE: torch.Tensor) -> torch.Tensor:
+        return norm(x_BTE if back_EE is None else x_BTE @ back_EE)
+
+    for normed_BTE in in_pieces(read, text.entering(config.num_hidden_layers)):
+        expected["lm_head"].add(normed_BTE)
     if job.statistics is not None:
         job.statistics.keep("head", expected)
     return WalkedLayer(config.num_hidden_layers, {}, seen=expected)
