@@ -33,7 +33,7 @@ def test_a_config_without_weights_is_accounted_for(llama_2_7b):
     assert document["parameters"] == 6_738_415_616
     assert document["kv_bytes_per_token"]["float16"] == 524_288
     assert document["bytes_by_format"] == {}
-    assert document["notes"] == ["no weights here: the account is of the config alone"]
+    assert document["notes"] == [f"{llama_2_7b} holds no weights: the account is of the config alone"]
     costs = document["accounting"]
     assert costs["setting"] == {"context_tokens": 4096, "batch": 1, "weights": "float16", "cache": "float16"}
     assert costs["kv_cache_bytes"] == 2 * 2**30

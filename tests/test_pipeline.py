@@ -5,14 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.conftest import make_recipe
+from tests.conftest import make_recipe, save_tiny
+from tests.model.families import save_variant
 from tests.test_cli import RECIPE, call
 from toolchain import pipeline
+from toolchain.engine import preflight
 from toolchain.errors import DtoolError
 from toolchain.model.checkpoint import open_checkpoint
 from toolchain.pipeline import check_parity
 from toolchain.recipe import load_recipe
 from toolchain.report import Page
+from toolchain.search.written import recipe_text
+
+ONE_TO_16 = {"min": 1, "opt": 8, "max": 16}
 
 
 @pytest.fixture
@@ -196,3 +201,69 @@ def test_the_proof_is_checked_against_the_engine_only_where_it_runs(sm, refused,
     whole = make_recipe(engine=engine, parity=parity | {"blocks": 3})
     with pytest.raises(DtoolError, match="cannot be measured on a compiled engine"):
         check_parity(tiny_text, whole, config)
+
+
+REFUSED_AT_ONCE = [
+    ({"head_dim": 288, "num_attention_heads": 1, "num_key_value_heads": 1}, {}, "no kernel for head_dim 288"),
+    ({}, {"attention": "plugin"}, "no kernel for head_dim 16"),
+    ({}, {"refit": True}, "cannot build with engine.refit"),
+    ({}, {"kv_capacity": 4096}, "longer than the model's positions"),
+    ({"head_dim": 32}, {"attention": "plugin", "targets": ["sm75"]}, "no attention kernels for sm75"),
+]
+
+
+@pytest.mark.parametrize(("model", "engine", "text"), REFUSED_AT_ONCE)
+def test_what_config_and_recipe_tell_is_refused_before_any_work(model, engine, text, tmp_path, monkeypatch):
+    """The very rules that build-engine has, after export and quantize."""
+    monkeypatch.setattr(preflight, "require_backend", lambda _: None)
+    save_tiny(tmp_path / "model", **model)
+    defaults = {"backend": "tensorrt-rtx", "targets": ["sm89"], "attention": "native", "kv_capacity": 128}
+    sizes = {"prompt_len": {"min": 1, "opt": 32, "max": 64}}
+    recipe = make_recipe(compute_dtype="float16", engine=defaults | sizes | engine)
+    for plan in (recipe, recipe.model_copy(update={"weights": recipe.weights.model_copy(update={"format": "int8"})})):
+        with pytest.raises(DtoolError, match=text):
+            pipeline.check_inputs(tmp_path / "model", plan, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_soft_cap_is_refused_by_run_and_by_export_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "require_backend", lambda _: None)
+    save_variant(tmp_path / "model", "gemma2")
+    recipe = make_recipe(
+        compute_dtype="float16",
+        engine={"backend": "tensorrt-rtx", "targets": ["sm89"], "kv_capacity": 32, "prompt_len": ONE_TO_16},
+    )
+    with pytest.raises(DtoolError, match="cannot cap its scores"):
+        pipeline.check_inputs(tmp_path / "model", recipe, tmp_path / "run")
+    (tmp_path / "recipe.toml").write_text(recipe_text(recipe))
+    asked = ("export", tmp_path / "model", "-r", tmp_path / "recipe.toml", "-o", tmp_path / "x")
+    err = call(*asked, code=1)[1]
+    assert "native attention cannot cap its scores" in err
+    assert not (tmp_path / "x").exists()
+    call(*asked, "--set", "engine.attention=plugin")
+
+
+def test_a_library_that_is_not_there_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "require_backend", lambda _: None)
+    save_tiny(tmp_path / "model", head_dim=32)
+    recipe = make_recipe(
+        compute_dtype="float16",
+        engine={"backend": "tensorrt-rtx", "targets": ["sm89"], "kv_capacity": 128, "prompt_len": ONE_TO_16},
+    )
+    library = tmp_path / "libx.so"
+    with pytest.raises(DtoolError, match="no plugin library at"):
+        pipeline.check_inputs(tmp_path / "model", recipe, tmp_path / "run", plugin_libraries=[library])
+
+
+def test_an_artifact_of_another_run_behind_a_link_is_reused_and_never_replaced(run, tmp_path):
+    run("--no-bench")
+    other = tmp_path / "other"
+    (tmp_path / "run" / "export").rename(other)
+    (tmp_path / "run" / "export").symlink_to(other)
+    before = (other / "manifest.json").read_bytes()
+    assert "export: reused" in run("--no-bench")
+    assert (tmp_path / "run" / "export").is_symlink()
+    err = run("--no-bench", "--set", "context_len=64", "--set", "engine.kv_capacity=64")
+    assert f"export: was a link to {other}, which stays as it is" in err
+    assert not (tmp_path / "run" / "export").is_symlink()
+    assert (other / "manifest.json").read_bytes() == before

@@ -81,12 +81,15 @@ def export(model: str, recipe_name: str, overrides: tuple[str, ...], out: Path, 
     """Checkpoint folder, .gguf file or hub name -> prefill, decode and evaluation graphs over one weights file."""
     gc.disable()  # a million objects are imported and stay: searching them takes a fifth of the time
     from toolchain.artifact import check_output
+    from toolchain.engine.preflight import check_heads
     from toolchain.export.stage import contract_tables, export_checkpoint
+    from toolchain.model.checkpoint import open_checkpoint
     from toolchain.model.config import DecoderConfig
 
     recipe = load(recipe_name, overrides)
     check_output(out, force=force, source=Path(model) if Path(model).exists() else None)
     with _opened(model) as folder:
+        check_heads(recipe.engine, open_checkpoint(folder, recipe.context_len).config)
         artifact = export_checkpoint(folder, recipe, out, force=force, report=say)
     config = artifact.read("decoder.json", DecoderConfig)
     one_layer = config.model_copy(update={"num_hidden_layers": 1})
@@ -112,13 +115,15 @@ def quantize(
     from toolchain.artifact import open_artifact
     from toolchain.engine.preflight import quantized_notes
     from toolchain.engine.source import check_source
+    from toolchain.model.config import DecoderConfig
     from toolchain.quantize.report import quantization_document, quantization_page
     from toolchain.quantize.stage import quantize_artifact, quantized_matrices
 
     recipe = load(recipe_name, overrides, "quantize")
     exported = open_artifact(source, ("export",), check_hashes=False)
     check_source(exported, recipe, sections=())
-    for line in quantized_notes(recipe, quantized_matrices(exported, recipe)):
+    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    for line in quantized_notes(recipe, config, quantized_matrices(exported, recipe)):
         say(f"note: {line}")
     artifact = quantize_artifact(source, recipe, out, **how, report=say)
     document = quantization_document(artifact)

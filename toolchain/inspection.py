@@ -19,7 +19,6 @@ from toolchain.model.roofline import account, gpus_named
 from toolchain.report import Bars, Load, Page, Part, Roof, Roofline, Table, si_text
 from toolchain.tensor_file import TensorEntry, read_header
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 UNITS = {"billion": 10**9, "million": 10**6, "thousand": 10**3}
 CODES_PER_BYTE = 2
 """int4 codes lie two to a byte."""
@@ -99,12 +98,14 @@ def _open_model(path: Path, context: int | None) -> tuple[DecoderConfig, dict[st
 
 def _open_any(path: Path, context: int | None) -> tuple[DecoderConfig, dict[str, TensorEntry], tuple[str, ...]]:
     """A folder's config, stored tensors and notes; a folder with a config alone will do."""
-    if alone := _config_alone(path, context):
-        return alone[0], {}, alone[1]
-    from toolchain.model.checkpoint import open_checkpoint
+    from toolchain.model.checkpoint import NoWeights, open_checkpoint
     from toolchain.model.foreign.coded import part_entries
 
-    checkpoint = open_checkpoint(path)
+    try:
+        checkpoint = open_checkpoint(path)
+    except NoWeights as error:
+        config, notes = _read_config(path, context)
+        return config, {}, (f"{error.problem}: the account is of the config alone", *notes)
     if context is not None and context > checkpoint.config.context_len:
         checkpoint = open_checkpoint(path, context)  # rotations that depend on the length serve more where asked
     parameters = checkpoint.parameters.items()
@@ -113,14 +114,12 @@ def _open_any(path: Path, context: int | None) -> tuple[DecoderConfig, dict[str,
     return checkpoint.config, stored, checkpoint.notes
 
 
-def _config_alone(path: Path, context: int | None) -> tuple[DecoderConfig, tuple[str, ...]] | None:
-    """The config of a folder without any weights, and notes; None where there are some, or no config to read."""
+def _read_config(path: Path, context: int | None) -> tuple[DecoderConfig, tuple[str, ...]]:
+    """The config of a folder whose weights are not read, and notes."""
     from toolchain.model.checkpoint import read_quantized_config
     from toolchain.model.hf import config_from_hf
 
-    if not (path / "config.json").is_file() or any(p.name.endswith(WEIGHT_SUFFIXES) for p in path.iterdir()):
-        return None
-    notes = ["no weights here: the account is of the config alone"]
+    notes: list[str] = []
     document, _ = read_quantized_config(path, notes)
     if not document.get("dtype") and not document.get("torch_dtype"):
         document["dtype"] = "float32"  # else it is told by the weights

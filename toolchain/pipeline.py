@@ -85,6 +85,7 @@ class _Stages:
         else:
             self.report(f"{name}: working")
             self._forget_proofs()
+            self._leave_link(folder)
             found = make(folder, folder.exists())
         self.artifacts[name] = found
         return found
@@ -92,11 +93,18 @@ class _Stages:
     def drop(self, name: str) -> None:
         """Remove what an earlier run made by a stage that the recipe no longer has."""
         folder = self.out / name
+        self._leave_link(folder)
         if folder.exists():
             self._forget_proofs()
             with locked(folder):
                 shutil.rmtree(folder)
             self.report(f"{name}: removed, this recipe quantizes nothing")
+
+    def _leave_link(self, folder: Path) -> None:
+        """Remove a link to an artifact of another run, which serves as it is or not at all: nobody said --force."""
+        if folder.is_symlink():
+            self.report(f"{folder.name}: was a link to {folder.readlink()}, which stays as it is")
+            folder.unlink()
 
     def _forget_proofs(self) -> None:
         """Remove what an earlier run found out about an engine that is now made again."""
@@ -120,7 +128,7 @@ def run_pipeline(
 
     `statistics`: a folder that keeps what calibration saw, for other recipes.
     """
-    check_inputs(model, recipe, out, bench=bench)
+    check_inputs(model, recipe, out, bench=bench, plugin_libraries=plugin_libraries)
     from toolchain.engine.stage import build_engine, engine_key
     from toolchain.export.stage import export_checkpoint, export_key
     from toolchain.quantize.stage import check_statistics, quantize_artifact, quantize_key
@@ -170,9 +178,11 @@ def _runs_here(backend: str, targets: Sequence[str]) -> bool:
     return any(not targets or f"sm{gpu.sm}" in targets for gpu in installed_gpus())
 
 
-def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False) -> None:
+def check_inputs(
+    model: Path, recipe: Recipe, out: Path, *, bench: bool = False, plugin_libraries: Sequence[Path] = ()
+) -> None:
     """Everything that can be refused before hours of work is refused here."""
-    from toolchain.engine.preflight import check_recipe, check_sizes
+    from toolchain.engine import preflight
     from toolchain.model.checkpoint import open_checkpoint
     from toolchain.quantize.calibration import calibration_blocks
     from toolchain.quantize.job import plan_recipe
@@ -181,14 +191,13 @@ def check_inputs(model: Path, recipe: Recipe, out: Path, *, bench: bool = False)
     check_folder(out)
     checkpoint = open_checkpoint(model, recipe.context_len)
     plan, _ = plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
-    check_recipe(recipe, plan.weights)
+    preflight.check_inputs(recipe, checkpoint.config, plan.weights, plugin_libraries)
     find_data(recipe.parity.data)
     check_scheme(None if checkpoint.foreign is None else checkpoint.foreign.scheme, recipe)
     measures = needs_calibration(recipe, plan, checkpoint.config, None)
     if measures and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
         calibration_blocks(model, recipe, checkpoint.config)
     engine = recipe.engine
-    check_sizes(engine, checkpoint.config)
     check_parity(model, recipe, checkpoint.config)
     if bench:
         from toolchain.bench.latency import check_bench

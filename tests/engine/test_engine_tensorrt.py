@@ -264,3 +264,21 @@ def test_a_library_that_does_not_fit_is_refused(source, library, make_recipe, tm
         build(make_recipe(targets=["sm89"], attention="plugin"), [library], capped)
     with pytest.raises(DtoolError, match="native attention cannot cap its scores"):
         build(make_recipe(targets=["sm89"]), [], capped)
+
+
+@pytest.mark.parametrize("kind", ["plan", "layers", "result"])
+def test_a_disk_that_fills_while_compiling_is_told_as_that(source, host, make_recipe, monkeypatch, kind):
+    """By the system's error and the bytes of the file, not as a compiler that died."""
+    from toolchain.engine import tensorrt
+
+    def compile_graph(request, report):
+        request.path(kind).symlink_to("/dev/full")
+        return compiler.compile_graph(request, report)
+
+    monkeypatch.setattr(tensorrt, "compile_graph", compile_graph)
+    with pytest.raises(DtoolError, match=r"e was not written") as failure:
+        build_engine(source.path, recipe_of(make_recipe), host / "e", report=quiet)
+    assert "No space left on device, for a file of " in failure.value.found
+    assert "bytes are free" in failure.value.found
+    assert failure.value.fix.startswith("free some space")
+    assert "again" not in failure.value.fix

@@ -247,3 +247,31 @@ def test_manifest_lists_lineage_versions_and_the_cache_layout(exported):
     assert {"dtool", "torch", "onnx"} <= set(document["versions"])
     assert document["kv_contract"]["layout"] == "batch, kv_heads, capacity, head_dim"
     assert document["recipe"] == {"compute_dtype": "float32", "context_len": None}
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("float32", 4), ("float16", 2)])
+def test_a_disk_without_room_for_the_weights_is_refused_before_any_work(tiny, tmp_path, monkeypatch, dtype, bytes_each):
+    folder, model = tiny
+    needed = bytes_each * sum(p.numel() for p in model.parameters())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))  # the header makes it too few
+    with pytest.raises(DtoolError, match=r"no room for .*[\s\S]*at least [\d,]+ bytes free") as failure:
+        export(folder, tmp_path / "out", compute_dtype=dtype)
+    assert f"{needed:,} bytes" in failure.value.found
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed + 10_000))
+    export(folder, tmp_path / "out", compute_dtype=dtype)
+
+
+def test_holes_of_a_sparse_checkpoint_need_no_room(tiny, tmp_path):
+    """They stay holes, so an export may be larger than its disk."""
+    from toolchain.tensor_file import TensorEntry, stored_bytes
+
+    path, hole, data = tmp_path / "sparse", 1 << 20, 1 << 16
+    with path.open("wb") as stream:
+        stream.seek(hole)
+        stream.write(bytes([1]) * data)
+        stream.truncate(2 * hole)
+    assert stored_bytes(TensorEntry(path, "float32", (1,), 0, 2 * hole)) == data
+    assert stored_bytes(TensorEntry(path, "float32", (1,), hole + 8, 16)) == 16
+    assert stored_bytes(TensorEntry(path, "float32", (1,), 0, hole // 2)) == 0

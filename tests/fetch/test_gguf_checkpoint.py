@@ -224,6 +224,29 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(tiny_gguf, tmp_path, folder, k
     assert not list(folder.iterdir())
 
 
+def move(tiny, path, tensor, offset):
+    """A copy of a GGUF file whose table puts one tensor elsewhere."""
+    data = bytearray(tiny.path.read_bytes())
+    dims = len(next(t for t in gguf_file.open_gguf(tiny.path).reader.tensors if t.name == tensor).shape)
+    entry = data.find(tensor.encode()) + len(tensor) + 4 + 8 * dims + 4
+    before = int.from_bytes(data[entry : entry + 8], "little")
+    data[entry : entry + 8] = offset(before).to_bytes(8, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "offset",
+    [lambda _: 0, lambda before: before + 32, lambda before: before - 32, lambda before: before + 1],
+    ids=["the first tensor's bytes", "a hole", "an overlap", "not aligned"],
+)
+def test_a_tensor_that_does_not_follow_the_one_before_is_refused(tiny_gguf, tmp_path, folder, offset):
+    """Each has the right size and shape, so that nothing else would tell."""
+    move(tiny_gguf, tmp_path / "moved.gguf", "blk.0.attn_q.weight", offset)
+    with pytest.raises(DtoolError, match=r"damaged[\s\S]*blk\.0\.attn_q\.weight right after"):
+        checkpoint_from_gguf(tmp_path / "moved.gguf", folder)
+    assert list(folder.iterdir()) == []
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(tiny_gguf, folder, monkeypatch):
     full = type("Usage", (), {"free": 1000})
     monkeypatch.setattr(gguf_checkpoint.shutil, "disk_usage", lambda path: full)

@@ -28,6 +28,8 @@ from tests.model.checkpoint_files import (
     write_index,
     write_shards,
 )
+from toolchain.errors import DtoolError
+from toolchain.inspection import inspect_path
 from toolchain.model.checkpoint import open_checkpoint
 from toolchain.tensor_file import read_header
 
@@ -294,3 +296,45 @@ def test_opening_safetensors_does_not_import_torch(copy):
     code += f"open_checkpoint(Path({str(copy)!r})); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def split(copy, *counts):
+    """The single file as one set of shards for each count, without any index."""
+    tensors = take_tensors(copy)
+    names = list(tensors)
+    for count in counts:
+        for i in range(count):
+            shard = copy / f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            save_file({name: tensors[name] for name in names[i::count]}, shard)
+
+
+def test_a_whole_set_of_shards_needs_no_index(copy, expected):
+    split(copy, 3)
+    assert "no model.safetensors.index.json: all 3 shards" in notes(copy)
+    assert torch.equal(logits(copy), expected)
+
+
+@pytest.mark.parametrize(
+    ("sets", "removed", "texts"),
+    [
+        ((2, 3), (), ["2 of 2: model-00001-of-00002", "3 of 3: model-00001-of-00003"]),
+        ((3,), (2,), ["2 of 3: model-00001-of-00003.safetensors, model-00003-of-00003.safetensors"]),
+    ],
+)
+def test_shards_without_an_index_that_are_no_whole_set_are_listed(copy, sets, removed, texts):
+    split(copy, *sets)
+    for number in removed:
+        (copy / f"model-{number:05d}-of-{sets[0]:05d}.safetensors").unlink()
+    with pytest.raises(DtoolError, match=r"has shards and no model\.safetensors\.index\.json") as failure:
+        open_checkpoint(copy)
+    assert all(text in failure.value.found for text in texts)
+    document, _ = inspect_path(copy)  # a config alone will do
+    assert document["bytes_by_format"] == {}
+    assert "the account is of the config alone" in document["notes"][0]
+
+
+def test_a_tensor_in_two_shards_without_an_index_is_refused(copy):
+    split(copy, 2)
+    shutil.copyfile(copy / "model-00001-of-00002.safetensors", copy / "model-00002-of-00002.safetensors")
+    with pytest.raises(DtoolError, match="are in two shards"):
+        open_checkpoint(copy)

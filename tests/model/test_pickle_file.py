@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -197,3 +198,15 @@ def test_an_archive_whose_records_are_not_the_tensors_bytes_is_refused(copy, cha
     torch.save(take_tensors(copy), copy / BIN)
     rezip(copy / BIN, **changes)
     assert text in refusal(copy)
+
+
+def test_two_records_of_an_archive_at_one_place_are_refused(copy):
+    """The directory of the archive gives a storage the bytes of another one."""
+    torch.save(take_tensors(copy), copy / BIN)
+    with zipfile.ZipFile(copy / BIN) as archive:
+        first, second = (next(r for r in archive.infolist() if r.filename.endswith(f"/data/{n}")) for n in (0, 1))
+    data = bytearray((copy / BIN).read_bytes())
+    entry = data.rfind(second.filename.encode()) - 4
+    data[entry : entry + 4] = struct.pack("<I", first.header_offset)
+    (copy / BIN).write_bytes(data)
+    assert "records that lie one after the other" in refusal(copy)

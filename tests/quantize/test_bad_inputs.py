@@ -15,6 +15,7 @@ from toolchain.artifact import open_artifact
 from toolchain.engine.preflight import check_export, check_formats, engine_refusals, quantized_notes
 from toolchain.errors import DtoolError
 from toolchain.export.stage import export_checkpoint
+from toolchain.model.config import DecoderConfig
 from toolchain.numerics import smallest_scale
 from toolchain.pipeline import run_pipeline
 from toolchain.quantize import layer as layer_module
@@ -266,7 +267,8 @@ def test_where_the_model_is_known_its_matrices_tell_the_formats(text_export):
     assert len(list(engine_refusals(recipe))) == 1
     exported = open_artifact(text_export)
     matrices = quantized_matrices(exported, recipe)
-    assert quantized_notes(recipe, matrices) == []
+    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    assert quantized_notes(recipe, config, matrices) == []
     check_export(exported, recipe, matrices)
 
 

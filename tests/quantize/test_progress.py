@@ -1,10 +1,15 @@
 """A killed quantization goes on at its last finished layer and gives the bytes of a run without a break."""
 
+import errno
+import shutil
+
 import pytest
 
 from tests.conftest import make_recipe
 from toolchain.artifact import open_artifact
+from toolchain.errors import DtoolError
 from toolchain.quantize import walk as walk_module
+from toolchain.quantize.progress import Progress
 from toolchain.quantize.stage import quantize_artifact
 
 RECIPE = {
@@ -77,3 +82,50 @@ def test_progress_tells_the_time_left(exported, tmp_path):
     lines = []
     quantize_artifact(exported, make_recipe(**RECIPE), tmp_path / "out", report=lines.append)
     assert sum("left" in line for line in lines) == 2
+
+
+@pytest.mark.usefixtures("random_calibration")
+def test_room_for_the_output_and_for_the_kept_layers_is_checked_before_any_work(exported, tmp_path, monkeypatch):
+    made = quantize_artifact(exported, make_recipe(**RECIPE), tmp_path / "whole", report=lambda _: None)
+    weights, usage = made.manifest.files["weights.safetensors"].bytes, shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=weights))
+    with pytest.raises(DtoolError, match="no room for"):
+        quantize_artifact(exported, make_recipe(**RECIPE), tmp_path / "out", report=lambda _: None)
+    assert [p.name for p in tmp_path.iterdir()] == ["whole"]
+
+
+@pytest.mark.usefixtures("random_calibration")
+def test_a_full_disk_says_what_stays_and_the_next_run_goes_on_from_it(exported, tmp_path, monkeypatch):
+    keep = Progress.keep_layer
+
+    def full(progress, index, layer):
+        if index == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        keep(progress, index, layer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "keep_layer", full)
+        with pytest.raises(DtoolError, match="No space left on device") as failure:
+            quantize_artifact(exported, make_recipe(**RECIPE), tmp_path / "out", report=lambda _: None)
+    assert f"left: {tmp_path / '.out.progress'}, " in failure.value.found
+    assert "nothing" not in failure.value.fix
+    lines = []
+    quantize_artifact(exported, make_recipe(**RECIPE), tmp_path / "out", report=lines.append)
+    assert any("going on at layer 2" in line for line in lines)
+
+
+def test_a_layer_that_cannot_be_kept_is_an_error_of_the_system(tmp_path):
+    """Given a path instead of a stream, torch makes an internal error of its own of a full disk."""
+    import torch
+
+    progress = Progress(tmp_path / "out", "key")
+    (progress.folder / "layer-0.pt.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        progress.keep_layer(0, {"tensors": [torch.zeros(1 << 20)]})
+
+
+@pytest.mark.usefixtures("random_calibration")
+def test_progress_of_an_output_behind_a_link_is_on_its_disk(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "data")
+    assert Progress(tmp_path / "out", "key").folder == tmp_path / "disk" / ".data.progress"

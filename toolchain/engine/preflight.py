@@ -7,7 +7,7 @@ from typing import Any
 
 from toolchain.artifact import Artifact
 from toolchain.engine.profiles import ENGINE_PHASES
-from toolchain.engine.rules import RULES, TOOL_RULES, Facts
+from toolchain.engine.rules import RULES, Facts, check_attention, check_options, check_tools
 from toolchain.engine.targets import Target, require_format, targets_named
 from toolchain.errors import DtoolError
 from toolchain.graph_io import GRAPH_FILES, load_graph
@@ -20,15 +20,45 @@ from toolchain.recipe_sections import Engine
 def preflight(source: Artifact, recipe: Recipe, plugin_libraries: Sequence[Path] = ()) -> tuple[Target, ...]:
     """The targets to compile for, once every rule has passed. Raises DtoolError; takes well under a second."""
     engine = recipe.engine
+    targets = check_machine(engine, plugin_libraries)
+    check_engine(engine, source.read("decoder.json", DecoderConfig))
+    facts = Facts(source, engine, targets, _load_graphs(source), tuple(plugin_libraries))
+    for rule in RULES[engine.backend]:
+        rule(facts)
+    return targets
+
+
+def check_machine(engine: Engine, plugin_libraries: Sequence[Path] = ()) -> tuple[Target, ...]:
+    """The targets to compile for, where this machine has all that compiling needs: GPU, packages, tools, libraries."""
     targets = _targets(engine)
     require_backend(engine.backend)
     _check_libraries(engine, plugin_libraries)
-    config = source.read("decoder.json", DecoderConfig)
-    check_sizes(engine, config)
-    facts = Facts(source, engine, targets, _load_graphs(source), tuple(plugin_libraries))
-    for rule in (*RULES[engine.backend], *TOOL_RULES[engine.backend]):
-        rule(facts)
+    check_tools(engine, targets, plugin_libraries)
     return targets
+
+
+def check_engine(engine: Engine, config: DecoderConfig) -> None:
+    """Refuse what an engine of this recipe cannot do for a model, as far as its config tells, on whatever machine."""
+    check_options(engine)
+    check_sizes(engine, config)
+    check_heads(engine, config)
+
+
+def check_heads(engine: Engine, config: DecoderConfig) -> None:
+    """Refuse heads and soft caps of a model that the engine's attention does not compute."""
+    check_attention(engine, config.head_dim, config.attention_softcap, "every layer, by the model's config")
+
+
+def check_inputs(
+    recipe: Recipe, config: DecoderConfig, matrices: Iterable[str], plugin_libraries: Sequence[Path] = ()
+) -> None:
+    """All that `preflight` will refuse on this machine and that is known before there is a graph.
+
+    `matrices`: those that the recipe quantizes.
+    """
+    check_machine(recipe.engine, plugin_libraries)
+    check_combination(recipe, matrices)
+    check_engine(recipe.engine, config)
 
 
 def check_export(source: Artifact, recipe: Recipe, matrices: Iterable[str]) -> None:
@@ -38,7 +68,7 @@ def check_export(source: Artifact, recipe: Recipe, matrices: Iterable[str]) -> N
     """
     engine = recipe.engine
     check_combination(recipe, matrices)
-    check_sizes(engine, source.read("decoder.json", DecoderConfig))
+    check_engine(engine, source.read("decoder.json", DecoderConfig))
     targets = _named_targets(engine)
     if targets and engine.attention == "plugin":
         from toolchain.engine.plugin import require_kernels
@@ -61,13 +91,6 @@ def check_formats(recipe: Recipe, matrices: Iterable[str] | None = None) -> None
     for keys, fmt in _asked_formats(recipe, matrices):
         key = " and ".join(keys)
         require_format(targets, fmt, f"{key} {fmt}", f"leave that target out, or choose another {key}")
-
-
-def check_recipe(recipe: Recipe, matrices: Iterable[str] | None = None) -> None:
-    """What `preflight` will refuse, as far as the recipe and the `matrices` it quantizes tell before a graph does."""
-    _targets(recipe.engine)
-    require_backend(recipe.engine.backend)
-    check_combination(recipe, matrices)
 
 
 def check_combination(recipe: Recipe, matrices: Iterable[str] | None = None) -> None:
@@ -100,11 +123,16 @@ def engine_refusals(recipe: Recipe, matrices: Iterable[str] | None = None) -> It
             )
 
 
-def quantized_notes(recipe: Recipe, matrices: Iterable[str] | None = None) -> list[str]:
-    """What to know before quantizing formats that the recipe's engine cannot take; what no target has is refused."""
+def quantized_notes(recipe: Recipe, config: DecoderConfig, matrices: Iterable[str] | None = None) -> list[str]:
+    """What to know before quantizing what the recipe's engine cannot take; what no target has is refused."""
     check_formats(recipe, matrices)
+    refusals = list(engine_refusals(recipe, matrices))
+    try:
+        check_heads(recipe.engine, config)
+    except DtoolError as refusal:
+        refusals.append(refusal)
     runs = "parity and generate run the quantized artifact, build-engine will refuse it"
-    return [f"{refusal.problem}: {runs} ({refusal.fix})" for refusal in engine_refusals(recipe, matrices)]
+    return [f"{refusal.problem}: {runs} ({refusal.fix})" for refusal in refusals]
 
 
 def _asked_formats(recipe: Recipe, matrices: Iterable[str] | None) -> list[tuple[tuple[str, ...], str]]:

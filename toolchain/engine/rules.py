@@ -7,7 +7,7 @@ graphs, never at weights, and import no torch.
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,24 +94,34 @@ def _check_cache(facts: Facts) -> None:
 
 def _check_attention(facts: Facts) -> None:
     """What the chosen attention computes, for every kind of attention node."""
-    low, high, step = HEAD_DIMS[facts.engine.attention]
     for node in facts.attention_nodes:
         values = node_values(node)
         head_dim, softcap = values.get("head_dim", 0), values.get("softcap", 0.0)
-        if not _has_kernel(facts.engine.attention, head_dim):
-            raise DtoolError(
-                f"{facts.engine.attention} attention has no kernel for head_dim {head_dim}",
-                expected=f"a head_dim from {low} to {high} that {step} divides",
-                found=f"head_dim {head_dim} in {_layer_of(node)}",
-                fix=_other_attention(head_dim, softcap) + EMBEDDED_INSTEAD,
-            )
-        if softcap and facts.engine.attention == "native":
-            raise DtoolError(
-                "native attention cannot cap its scores",
-                expected="attention without a soft cap",
-                found=f"softcap {softcap:g} in {_layer_of(node)}",
-                fix=_other_attention(head_dim, softcap) + EMBEDDED_INSTEAD,
-            )
+        check_attention(facts.engine, head_dim, softcap, _layer_of(node))
+
+
+def check_attention(engine: Engine, head_dim: int, softcap: float, where: str) -> None:
+    """Raise DtoolError when the engine's attention does not compute heads of this size, or this soft cap (0: none).
+
+    The config of a model tells both as well as its graphs do: `where` says which one did.
+    """
+    if engine.backend == "onnxruntime":
+        return
+    low, high, step = HEAD_DIMS[engine.attention]
+    if not _has_kernel(engine.attention, head_dim):
+        raise DtoolError(
+            f"{engine.attention} attention has no kernel for head_dim {head_dim}",
+            expected=f"a head_dim from {low} to {high} that {step} divides",
+            found=f"head_dim {head_dim} in {where}",
+            fix=_other_attention(head_dim, softcap) + EMBEDDED_INSTEAD,
+        )
+    if softcap and engine.attention == "native":
+        raise DtoolError(
+            "native attention cannot cap its scores",
+            expected="attention without a soft cap",
+            found=f"softcap {softcap:g} in {where}",
+            fix=_other_attention(head_dim, softcap) + EMBEDDED_INSTEAD,
+        )
 
 
 def _has_kernel(attention: str, head_dim: int) -> bool:
@@ -135,24 +145,22 @@ def _layer_of(node: Any) -> str:
 
 
 def _check_plugin(facts: Facts) -> None:
-    """Kernels for every target, and the tools to build them; a library that dtool built brings its own."""
-    described = [(library, describe_library(library)) for library in facts.plugin_libraries]
-    ours = [(library, description) for library, description in described if description is not None]
-    if len(ours) > 1 or (ours and facts.engine.attention == "native"):
-        raise DtoolError(
-            f"{ours[0][0]} is one attention plugin too many",
-            expected="one with engine.attention plugin, none with native",
-            found=f"engine.attention {facts.engine.attention} and {name_list([str(path) for path, _ in ours])}",
-            fix="leave --plugin-library out" + ("" if len(ours) > 1 else ", or --set engine.attention=plugin"),
-        )
-    if facts.engine.attention != "plugin":
-        return
-    if ours:
-        _check_library(*ours[0], facts)
+    """The library of ours that was given serves every attention node."""
+    ours = own_library(facts.engine, facts.plugin_libraries)
+    if ours is not None:
+        _check_library(*ours, facts)
+
+
+def check_tools(engine: Engine, targets: Sequence[Target], plugin_libraries: Sequence[Path]) -> None:
+    """Raise DtoolError when the attention plugin cannot be had here.
+
+    Either a library of ours is given, or there are kernels for every target and the tools to build them.
+    """
+    if own_library(engine, plugin_libraries) is not None or not _needs_plugin(engine):
         return
     from toolchain.engine.plugin import require_kernels
 
-    require_kernels(facts.targets)
+    require_kernels(targets)
     from toolchain.ops.plugin.toolkit import find_toolkit
 
     if importlib.util.find_spec("triton") is None:
@@ -163,6 +171,27 @@ def _check_plugin(facts: Facts) -> None:
             fix='pip install "dtool[plugin]", or give a library built elsewhere: --plugin-library FILE',
         )
     find_toolkit()
+
+
+def own_library(engine: Engine, plugin_libraries: Sequence[Path]) -> tuple[Path, dict[str, Any]] | None:
+    """The given library that dtool built, with its description of itself; None where there is none.
+
+    Raises DtoolError for one too many, and for files that are no libraries of plugins.
+    """
+    described = [(library, describe_library(library)) for library in plugin_libraries]
+    ours = [(library, description) for library, description in described if description is not None]
+    if len(ours) > 1 or (ours and not _needs_plugin(engine)):
+        raise DtoolError(
+            f"{ours[0][0]} is one attention plugin too many",
+            expected="one with engine.attention plugin, none with native",
+            found=f"engine.attention {engine.attention} and {name_list([str(path) for path, _ in ours])}",
+            fix="leave --plugin-library out" + ("" if len(ours) > 1 else ", or --set engine.attention=plugin"),
+        )
+    return ours[0] if ours else None
+
+
+def _needs_plugin(engine: Engine) -> bool:
+    return engine.backend != "onnxruntime" and engine.attention == "plugin"
 
 
 def _check_library(library: Path, description: dict[str, Any], facts: Facts) -> None:
@@ -205,12 +234,12 @@ def _same(stored: Any, described: Any) -> bool:
     return stored == described
 
 
-def _check_options(facts: Facts) -> None:
-    """Builder options that TensorRT-RTX has no use for, or cannot honour on a machine without a GPU."""
-    if facts.engine.backend != "tensorrt-rtx":
+def check_options(engine: Engine) -> None:
+    """Refuse builder options that TensorRT-RTX has no use for, or cannot honour on a machine without a GPU."""
+    if engine.backend != "tensorrt-rtx":
         return
     for option, why in RTX_REFUSES.items():
-        value = getattr(facts.engine, option)
+        value = getattr(engine, option)
         if value not in (False, "none"):
             raise DtoolError(
                 f"tensorrt-rtx cannot build with engine.{option}",
@@ -313,21 +342,15 @@ def _check_embedded_formats(facts: Facts) -> None:
 
 
 TENSORRT_RULES = (
-    _check_options,
     _check_compute_dtype,
     _check_ops,
     _check_cache,
     _check_formats,
     _check_attention,
+    _check_plugin,
 )
 RULES: dict[str, tuple[Callable[[Facts], None], ...]] = {
     "tensorrt": TENSORRT_RULES,
     "tensorrt-rtx": TENSORRT_RULES,
     "onnxruntime": (_check_embedded_dtype, _check_embedded_formats),
 }
-TOOL_RULES: dict[str, tuple[Callable[[Facts], None], ...]] = {
-    "tensorrt": (_check_plugin,),
-    "tensorrt-rtx": (_check_plugin,),
-    "onnxruntime": (),
-}
-"""What this machine must have for it."""

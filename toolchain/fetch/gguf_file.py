@@ -126,6 +126,7 @@ def open_gguf(path: Path) -> Gguf:
             found=f"one of {parts} parts" if parts != 1 else "another byte order",
             fix="merge the parts with `llama-gguf-split --merge` first" if parts != 1 else INSTEAD,
         )
+    _require_order(gguf)
     known = {*PLAIN_TYPES, *BLOCK_TYPES}
     odd = [f"{t.name} {t.tensor_type.name}" for t in reader.tensors if t.tensor_type.name not in known]
     if odd:
@@ -136,6 +137,25 @@ def open_gguf(path: Path) -> Gguf:
             fix="give a file of another quantization, best F16 or Q8_0",
         )
     return gguf
+
+
+def _require_order(gguf: Gguf) -> None:
+    """Refuse tensors that do not lie one after the other, each right behind the padding of the one before it.
+
+    The format demands it, and llama.cpp checks it when it loads a file. An offset that points elsewhere would
+    give a tensor the numbers of another one, in silence.
+    """
+    alignment, end, before = int(gguf.reader.alignment), int(gguf.reader.data_offset), "the header"
+    for tensor in gguf.reader.tensors:
+        if int(tensor.data_offset) != end:
+            raise DtoolError(
+                f"{gguf.path} is damaged",
+                expected=f"the bytes of {tensor.name} right after {before}, from byte {end} of the file",
+                found=f"byte {int(tensor.data_offset)} in its table of tensors",
+                fix="download the file again",
+            )
+        end, before = end + int(tensor.n_bytes), tensor.name
+        end += -end % alignment
 
 
 def _first_bytes(path: Path) -> str:

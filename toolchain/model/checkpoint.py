@@ -5,6 +5,7 @@ counts and names. What the names mean stands in `hf`, how a file is read in `ten
 `pickle_file`; this module only pairs them.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ from toolchain.tensor_file import TensorEntry, read_chunks, read_header
 from toolchain.tokenizer import has_tokenizer, tokenizer_files
 
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+
+class NoWeights(DtoolError):
+    """A folder without weights, or with files that are not one whole checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,9 @@ def _read_tensors(folder: Path, notes: list[str]) -> dict[str, TensorEntry]:
             stored = _read_shards(folder, index, read)
         elif (folder / single).is_file():
             stored = read(folder / single)
+        elif shards := _find_shards(folder, index, single):
+            stored = _read_unlisted(shards, read)
+            notes.append(f"no {index}: all {len(shards)} shards are here, and are read by their names")
         else:
             continue
         if not stored:
@@ -147,12 +155,53 @@ def _read_tensors(folder: Path, notes: list[str]) -> dict[str, TensorEntry]:
             notes.append(f"weights are read from {name_list(sorted(used), 2)}, not from {name_list(unread)}")
         return stored
     gguf = next((p.name for p in sorted(folder.glob("*.gguf"))), None)
-    raise DtoolError(
+    raise NoWeights(
         f"{folder} holds no weights",
         expected="model.safetensors or pytorch_model.bin, or the index of one",
         found=name_list(sorted(p.name for p in folder.iterdir())),
         fix=f"give the file {folder / gguf} itself" if gguf else "convert other formats to safetensors first",
     )
+
+
+def _find_shards(folder: Path, index: str, single: str) -> list[Path]:
+    """The files of the one whole set of shards that lies in a folder without an index; none where there is no shard.
+
+    Their names say how many there are: model-00002-of-00003.safetensors. Raises NoWeights for a set that is not
+    whole, and for more than one, of which only the index could say which is the model.
+    """
+    stem, end = Path(single).stem, Path(single).suffix
+    sets: dict[int, dict[int, Path]] = {}
+    for path in sorted(folder.glob(f"{stem}-*-of-*{end}")):
+        if found := re.fullmatch(rf"{re.escape(stem)}-(\d+)-of-(\d+){re.escape(end)}", path.name):
+            sets.setdefault(int(found[2]), {})[int(found[1])] = path
+    whole = [list(shards.values()) for count, shards in sets.items() if set(shards) == set(range(1, count + 1))]
+    if not sets or len(whole) == len(sets) == 1:
+        return whole[0] if whole else []
+    lines = [
+        f"{len(shards)} of {count}: {name_list([p.name for p in shards.values()], 3)}" for count, shards in sets.items()
+    ]
+    raise NoWeights(
+        f"{folder} has shards and no {index}",
+        expected=f"{index}, or all shards of one set",
+        found="\n".join(lines),
+        fix="download what is missing" if len(sets) == 1 else f"download {index}, or move the other sets away",
+    )
+
+
+def _read_unlisted(shards: list[Path], read: Callable[[Path], dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """The tensors of all shards. Raises DtoolError for one that two of them hold."""
+    stored: dict[str, TensorEntry] = {}
+    for shard in shards:
+        entries = read(shard)
+        if twice := [name for name in entries if name in stored]:
+            raise DtoolError(
+                f"{len(twice)} tensors are in two shards of {shard.parent}",
+                expected="every tensor in one shard",
+                found=f"{name_list(twice)} in {stored[twice[0]].path.name} and {shard.name}",
+                fix="download the shards again, with their index",
+            )
+        stored |= entries
+    return stored
 
 
 def _read_shards(folder: Path, index: str, read: Callable[[Path], dict[str, TensorEntry]]) -> dict[str, TensorEntry]:
@@ -194,7 +243,7 @@ def _require_shards(folder: Path, index: str, shards: dict[str, list[str]]) -> N
         )
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
-        raise DtoolError(
+        raise NoWeights(
             f"{len(missing)} of the {len(shards)} shards of {folder} are missing",
             expected=name_list(f"{shard} with {len(shards[shard])} tensors" for shard in missing),
             found="no such file",

@@ -15,7 +15,7 @@ import re
 import struct
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,7 +50,7 @@ def _records(path: Path) -> dict[int, int]:
         with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
             records = archive.infolist()
             order = next((archive.read(r).decode() for r in records if r.filename.endswith("/byteorder")), "little")
-            found = {_data_start(stream, record.header_offset): record.file_size for record in records}
+            starts = [_data_start(stream, record.header_offset) for record in records]
     except (zipfile.BadZipFile, struct.error, OSError, ValueError, NotImplementedError) as error:
         with path.open("rb") as stream:
             old = stream.read(1) == b"\x80"
@@ -76,7 +76,22 @@ def _records(path: Path) -> dict[int, int]:
             found=order,
             fix="save it again on an ordinary machine",
         )
-    return found
+    _require_apart(path, [(start, r.compress_size) for start, r in zip(starts, records, strict=True)])
+    return {start: record.file_size for start, record in zip(starts, records, strict=True)}
+
+
+def _require_apart(path: Path, records: Sequence[tuple[int, int]]) -> None:
+    """Refuse records (start, bytes) that share bytes: one tensor would have the numbers of another."""
+    end = 0
+    for start, size in sorted(records):
+        if start < end:
+            raise DtoolError(
+                f"{path} is damaged",
+                expected="records that lie one after the other",
+                found=f"one from byte {start} on, where another ends at byte {end}",
+                fix="download the file again",
+            )
+        end = start + size
 
 
 def _data_start(stream: IO[bytes], header: int) -> int:
