@@ -20,6 +20,7 @@ from toolchain.graph_io import GRAPH_FILES
 from toolchain.model.config import DecoderConfig
 from toolchain.numerics import logit_tolerance
 from toolchain.parity import layerwise
+from toolchain.parity.bisect import find_divergence, largest_growth, logits_tolerance
 from toolchain.parity.compare import Batch, PhaseLogits, logits_at, plan_batches, run_phases
 from toolchain.parity.kv_contract import PHASE as KV_PHASE
 from toolchain.parity.kv_contract import check_kv_contract
@@ -141,7 +142,7 @@ def run_parity(
     rows = _rows(artifact, runner, collected, gates)
     rows += _layer_rows(artifact, references, blocks)
     finite_slots = bool(artifact.manifest.kv_contract.get("finite_slots", False))
-    rows += check_kv_contract(runner, finite_slots=finite_slots)
+    rows += check_kv_contract(runner, logits_tolerance(artifact, config), finite_slots=finite_slots)
     failed = any(not row.passed for row in rows)
     divergence = _divergence(artifact, references, rows, report) if failed else ""
     names = ", ".join(r.name for r in references) or "none"
@@ -345,8 +346,6 @@ def _divergence(artifact: Artifact, references: list[_Reference], rows: list[Row
     runners = {r.name: r.runner for r in references}
     if artifact.manifest.stage == "engine" or not failed & set(runners):
         return ""
-    from toolchain.parity.bisect import find_divergence, largest_growth
-
     # What is rounded is wrong against eager everywhere: only fake_quant tells a fault from the rounding.
     name = "fake_quant" if not _is_plain(artifact) or "eager" not in failed else "eager"
     report(f"looking for the first tensor that departs from {name}")
