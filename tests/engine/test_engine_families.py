@@ -1,11 +1,11 @@
 """The embedded engine for every mechanism of attention and feed-forward, in float and in integers."""
 
-import numpy as np
 import onnx
 import pytest
 
 from tests.conftest import make_recipe, random_ids
 from tests.model.families import CONTEXT_LEN, save_variant
+from tests.rounding import assert_equal_but_for_codes
 from toolchain.engine.stage import build_engine
 from toolchain.export.stage import export_checkpoint
 from toolchain.graph_io import GRAPH_FILES
@@ -53,16 +53,7 @@ def test_engine_computes_the_artifacts_arithmetic_for_every_mechanism(name, expo
     engine = build_engine(source, recipe, tmp_path / "engine", report=lambda _: None)
     graph = onnx.load(str(engine.file(GRAPH_FILES["decode"])), load_external_data=False)
     assert "FusedAttention" not in {node.op_type for node in graph.graph.node}
-    runners = fake_quant_runner(source), OnnxRunner(engine)
-    states = [runner.new_state(3, 60) for runner in runners]
     ids = random_ids(15, 3, 56)
     plan = [(slice(0, 30), (30, 11, 1), "evaluation"), (slice(30, 52), (22, 2, 4), "prefill")]
     plan += [(slice(i, i + 1), (1, 1, 1), "decode") for i in range(52, 56)]
-    for columns, new_lengths, phase in plan:
-        lengths = np.array(new_lengths)
-        theirs, ours = (r.step(s, ids[:, columns], lengths, phase) for r, s in zip(runners, states, strict=True))
-        valid = np.arange(theirs.shape[1]) < lengths[:, None] if phase == "evaluation" else np.ones((3, 1), bool)
-        difference = abs(ours - theirs)[valid]
-        # a value on the edge between two codes becomes the other one: rare, and no more than one code's worth
-        assert float(np.median(difference)) <= (2e-5 if name == "float" else 1e-3), phase
-        assert float(difference.max()) <= (1e-4 if name == "float" else 0.3), phase
+    assert_equal_but_for_codes(fake_quant_runner(source), OnnxRunner(engine), ids, plan, capacity=60)

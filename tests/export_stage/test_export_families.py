@@ -7,14 +7,12 @@ import torch
 
 from tests.conftest import make_recipe, random_ids
 from tests.model.families import CONTEXT_LEN, VARIANTS, save_variant
+from tests.rounding import rounding_tolerance
 from toolchain.export.stage import export_checkpoint
 from toolchain.graph_io import GRAPH_FILES, PHASES
-from toolchain.numerics import logit_tolerance
 from toolchain.runners.onnx import OnnxRunner
 
 TOKENS, STEPS = 90, 8
-LAYERS, WIDTH = 4, 256
-"""At least as deep and wide as the largest tiny model: what the tolerance is derived from."""
 
 
 def exported_variant(folder, name):
@@ -44,7 +42,7 @@ def test_exported_graphs_equal_hugging_face(name, tmp_path):
     ids = random_ids(7, 2, tokens, vocab=model.config.vocab_size)
     with torch.inference_mode():
         theirs = model(torch.from_numpy(ids)).logits.float().numpy()
-    tolerance = logit_tolerance("float32", layers=LAYERS, width=WIDTH, largest=float(np.abs(theirs).max()))
+    tolerance = rounding_tolerance(model, torch.from_numpy(ids))
     runner, whole = OnnxRunner(artifact), tokens - STEPS
     check_steps(runner, ids, theirs, ((0, whole),), tolerance)
     check_steps(runner, ids, theirs, ((0, 37), (37, whole)), tolerance)

@@ -10,13 +10,13 @@ import torch
 
 from tests.conftest import random_ids
 from tests.model.families import CONTEXT_LEN, VARIANTS, save_variant
+from tests.rounding import rounding_tolerance
 from toolchain.model.checkpoint import open_checkpoint
 from toolchain.model.decoder import Norm
 from toolchain.model.hf import FAMILIES
 from toolchain.model.load import empty_decoder, fill_parameters, load_decoder
 from toolchain.model.parameters import parameter_shapes
 from toolchain.model.positions import inverse_frequencies
-from toolchain.numerics import logit_tolerance
 
 TOKENS, STEPS = 100, 8
 IDS = torch.from_numpy(random_ids(1, 2, TOKENS))
@@ -40,12 +40,6 @@ def saved(tmp_path_factory):
 def run(decoder, ids, past, caches):
     with torch.inference_mode():
         return decoder(ids, torch.full((len(ids),), past), caches)
-
-
-def tolerance(config, theirs):
-    width = max(config.hidden_size, config.intermediate_size)
-    largest = float(theirs.abs().max())
-    return min(1e-4, logit_tolerance("float32", layers=config.num_hidden_layers, width=width, largest=largest))
 
 
 def open_variant(folder, name):
@@ -72,7 +66,7 @@ def test_logits_equal_hugging_face_whole_in_chunks_and_by_steps(saved, name):
     with torch.inference_mode():
         theirs = model(IDS).logits
     decoder = load_decoder(folder, context_len=CONTEXT_LEN.get(name))
-    allowed = tolerance(decoder.config, theirs)
+    allowed = rounding_tolerance(model, IDS)
     whole = run(decoder, IDS, 0, decoder.new_caches(2, TOKENS))
     assert float((whole - theirs).abs().max()) <= allowed
     caches, ends = decoder.new_caches(2, TOKENS + 3), [33, *range(TOKENS - STEPS, TOKENS + 1)]
@@ -169,7 +163,8 @@ def without_mechanisms(config):
 @each_variant
 def test_a_mechanism_left_out_would_show(saved, name):
     """The other tests of a variant mean something: its logits move by more than five times their tolerance."""
-    checkpoint = open_variant(saved(name)[0], name)
+    folder, model = saved(name)
+    checkpoint, allowed = open_variant(folder, name), rounding_tolerance(model, IDS)
 
     def logits(config):
         decoder = empty_decoder(config)
@@ -181,7 +176,7 @@ def test_a_mechanism_left_out_would_show(saved, name):
         if mechanism == "offset" and config.position_embedding == "learned":
             continue  # the table's rows are a shape
         moved = float((logits(config.model_copy(update=change)) - right).abs().max())
-        assert moved > 5e-4, (mechanism, moved)
+        assert moved > 5 * allowed, (mechanism, moved, allowed)
 
 
 def test_biases_of_a_family_without_them_are_refused(saved, tmp_path):  # B-04

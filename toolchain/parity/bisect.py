@@ -132,6 +132,13 @@ def _tolerance(dtype: str, depth: int, config: DecoderConfig, *, rounds: bool) -
     return max(exact, ROUNDING_TOLERANCE[dtype] * math.sqrt(depth)) if rounds else exact
 
 
+def logits_tolerance(artifact: Artifact, config: DecoderConfig) -> float:
+    """What rounding explains of the last tensor, the logits, relative to their norm."""
+    dtype = str(artifact.manifest.details.get("compute_dtype", "float32"))
+    tensors = len(PARTS) * config.num_hidden_layers + 2
+    return _tolerance(dtype, tensors, config, rounds=rounds_while_running(artifact))
+
+
 def relative_error(ours: Array, theirs: Array) -> float:
     """||ours - theirs|| / ||theirs||, in float64; infinite when `ours` is not finite."""
     a, b = ours.astype(np.float64), theirs.astype(np.float64)

@@ -25,6 +25,7 @@ from toolchain.graph_io import GRAPH_FILES
 from toolchain.model.config import DecoderConfig
 from toolchain.numerics import logit_tolerance
 from toolchain.parity import layerwise
+from toolchain.parity.bisect import find_divergence, largest_growth, logits_tolerance
 from toolchain.parity.compare import DECODE, PROMPT, PROMPT_PHASES, PhaseLogits, logits_at, plan_batches, run_phases
 from toolchain.parity.kv_contract import PHASE as KV_PHASE
 from toolchain.parity.kv_contract import check_kv_contract
@@ -198,7 +199,8 @@ def run_parity(
         report(f"{label}: {text}")
     matches = _match_weights(artifact, references)
     finite_slots = bool(artifact.manifest.kv_contract.get("finite_slots", False))
-    fixed = weight_rows(matches) + check_kv_contract(runner, finite_slots=finite_slots)
+    tolerance = logits_tolerance(artifact, config)
+    fixed = weight_rows(matches) + check_kv_contract(runner, tolerance, finite_slots=finite_slots)
     sample, confidence = _Sample(), look_confidence(parity.confidence, len(looks))
     rows, verdict = fixed, "undecided"
     for end in looks:
@@ -511,8 +513,6 @@ def _first_tensor(artifact: Artifact, references: list[_Reference], failed: set[
     runners = {r.name: r.runner for r in references}
     if artifact.manifest.stage == "engine" or not failed & set(runners):
         return ""
-    from toolchain.parity.bisect import find_divergence, largest_growth
-
     # What is rounded is wrong against eager everywhere: only fake_quant tells a fault from the rounding.
     name = FAKE_QUANT if not _is_plain(artifact) or EAGER not in failed else EAGER
     report(f"looking for the first tensor that departs from {name}")
