@@ -415,6 +415,11 @@ def _file_size_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
+def lacks_room(error: BaseException) -> bool:
+    """Whether an error means that a disk, a quota or a limit on file sizes is too small."""
+    return isinstance(error, OSError) and error.errno in WAYS_OUT
+
+
 def explain_os_error(error: OSError, out: Path) -> DtoolError:
     """The words for a failure of the system while `out` was made: its cause, the room there is, and what is left.
 

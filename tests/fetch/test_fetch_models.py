@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import os
 import subprocess
@@ -99,6 +100,17 @@ def test_the_hub_alone_fails_when_it_cannot_be_reached(tmp_path, tiny_model, mon
     with pytest.raises(DtoolError, match="no route to the hub"):
         fetch_model("tiny", tmp_path / "out", source="hub", report=say)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", ["auto", "hub"])
+def test_a_full_disk_is_not_called_a_hub_that_cannot_be_reached(tmp_path, tiny_model, monkeypatch, source):
+    def full(model):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(models, "_hub_snapshot", full)
+    with pytest.raises(DtoolError, match="No space left on device") as failure:
+        fetch_model("tiny", tmp_path / "out", source=source, report=say)
+    assert "hub" not in str(failure.value)
 
 
 def test_offline_mode_asks_the_hub_nothing(tmp_path):

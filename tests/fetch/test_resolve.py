@@ -1,5 +1,6 @@
 """What a user may type as a model: a folder, a GGUF file, a name on the hub; and what is left behind."""
 
+import errno
 import fcntl
 import fnmatch
 import json
@@ -241,6 +242,16 @@ def test_a_hub_that_does_not_answer_is_met_with_one_short_message(hub):
     assert "org/absent is no folder here, and the hub does not give it" in text
     assert "404 Client Error" in text
     assert "More words" not in text
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_full_disk_is_not_called_a_hub_that_does_not_answer(monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("toolchain.fetch.hub.download_snapshot", full)
+    with pytest.raises(OSError, match="No space left on device"), resolve_model("org/tiny", lambda _: None):
+        pass
 
 
 def test_offline_only_the_hubs_cache_is_asked(hub, monkeypatch, tiny):

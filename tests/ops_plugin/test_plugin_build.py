@@ -77,6 +77,16 @@ def test_equal_inputs_give_equal_bytes(real, plugin, toolkit, tmp_path, monkeypa
     assert build_library(sets[:-1], tmp_path / "plugin.so", toolkit).sha256 != plugin.sha256
 
 
+def test_a_library_is_written_through_a_link(toolkit, tmp_path):
+    (tmp_path / "libraries").mkdir()
+    link = tmp_path / "plugin.so"
+    link.symlink_to(tmp_path / "libraries" / "data.so")
+    for _ in range(2):
+        build_library([stand_in_set(PLAIN, 89)], link, toolkit)
+        assert link.is_symlink()
+        assert (tmp_path / "libraries" / "data.so").is_file()
+
+
 def test_a_second_build_takes_seconds(real, tmp_path):
     start = time.perf_counter()
     build_plugin([REAL], "float16", [80, 89], tmp_path / "plugin.so")

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import pydantic
 
-from toolchain.artifact import check_output, new_folder
+from toolchain.artifact import check_output, lacks_room, new_folder
 from toolchain.errors import DtoolError, did_you_mean
 from toolchain.fetch.download import Archive, Report, copy_whole, fetch_archive
 from toolchain.fetch.hub import download_snapshot, reason_of
@@ -93,6 +93,8 @@ def _try_hub(model: KnownModel, folder: Path, source: str, report: Report) -> bo
         if missing := [name for name in HUB_NEEDED if not (snapshot / name).is_file()]:
             raise FileNotFoundError(f"{model.repo} has no {missing[0]}")
     except Exception as error:  # whatever the hub's client raises, the model is not to be had there
+        if lacks_room(error):  # that is no fault of the hub's, and the next source would meet it as well
+            raise
         reason = reason_of(error)
         if source == "hub":
             raise DtoolError(

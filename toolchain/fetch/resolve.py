@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolchain.artifact import lacks_room
 from toolchain.errors import DtoolError
 from toolchain.fetch.download import Report, cache_folder
 
@@ -79,6 +80,8 @@ def _from_hub(repo: str, revision: str | None, report: Report, *, weights: bool)
     except DtoolError:
         raise
     except Exception as error:  # whatever the hub's client raises, the model is not to be had there
+        if lacks_room(error):
+            raise
         if cached := cached_snapshot(repo, revision):
             report(f"the hub does not answer ({reason_of(error)}): taking the copy in its cache")
             return cached
