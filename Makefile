@@ -1,10 +1,12 @@
-# make demo: the whole pipeline on a real model.   make test: set up and test.   make matrix: every format on every GPU, wide grids.   make check: lint and types.
+# make demo: the whole pipeline on a real model.   make test: set up and test.   make matrix: every format on every GPU, wide grids.   make isa: numbers on older processors.   make check: lint and types.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo
 
-.PHONY: demo test matrix check setup clean
+CAPS ?=
+
+.PHONY: demo test matrix isa check setup clean
 
 setup: $(VENV)/.ready
 
@@ -27,6 +29,9 @@ test: setup
 
 matrix: setup
 	$(BIN)/python -m pytest -n 2 -m matrix
+
+isa: setup
+	$(BIN)/python -m tests.isa $(CAPS)
 
 check: setup
 	$(BIN)/ruff check .
