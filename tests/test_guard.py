@@ -162,7 +162,8 @@ def test_too_little_memory_ends_in_a_message_in_a_real_process(tiny_text, text_e
     assert not (tmp_path / "out").exists()
     done = limited(500, "generate", tiny_text, "-p", "a")
     assert done.returncode == 1
-    assert "do not fit" in done.stderr
+    assert "memory" in done.stderr.splitlines()[0]
+    assert "ulimit -v" in done.stderr
 
 
 def test_weights_that_cannot_fit_are_refused_before_they_are_read(tiny_text, text_export, monkeypatch):

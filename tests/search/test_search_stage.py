@@ -142,7 +142,7 @@ def test_a_head_dim_without_kernels_is_told_by_layer_with_all_that_another_engin
     recipe = half(engine=TRT | {"attention": "plugin"})
     with pytest.raises(DtoolError) as refusal:
         search(half_export, recipe, tmp_path / "mix.toml", "kl", 0.1, text="no such text")
-    assert refusal.value.found == "head_dim 16 in layer 0"
+    assert refusal.value.found == "head_dim 16 in every layer, by the model's config"
     assert refusal.value.fix.startswith("--set engine.attention=native with kv_cache.format none, or export with")
     assert "compute_dtype float32, weights and cache in int8 or none" in refusal.value.fix
 

@@ -68,12 +68,12 @@ def check_export(source: Artifact, recipe: Recipe, matrices: Iterable[str]) -> N
     """
     engine = recipe.engine
     check_combination(recipe, matrices)
-    check_engine(engine, source.read("decoder.json", DecoderConfig))
     targets = _named_targets(engine)
     if targets and engine.attention == "plugin":
         from toolchain.engine.plugin import require_kernels
 
         require_kernels(targets)
+    check_engine(engine, source.read("decoder.json", DecoderConfig))
     facts = Facts(source, engine, targets, _load_graphs(source))
     for rule in RULES[engine.backend]:
         rule(facts)

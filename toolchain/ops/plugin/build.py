@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolchain.artifact import real_place
 from toolchain.errors import DtoolError
 from toolchain.ops.attention import AttentionSpec
 from toolchain.ops.plugin.table import COMPUTE_DTYPES, KernelSet, describe, write_table
@@ -120,7 +119,7 @@ def build_library(sets: Sequence[KernelSet], out: Path, toolkit: Toolkit) -> Plu
     """Embed compiled kernel sets in a library at `out`."""
     description = describe(sets, _versions(toolkit))
     objects = _objects(toolkit)
-    out = real_place(out)
+    out = out.resolve()  # a link is followed, as every output follows one
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as name:
         folder = Path(name)
