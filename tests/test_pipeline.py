@@ -56,6 +56,7 @@ def test_pages_of_an_engine_that_is_made_again_do_not_stay(run, tmp_path):
 
 def test_a_run_that_fails_on_the_way_leaves_no_older_proof(run, tmp_path, monkeypatch):
     run("--no-bench")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # for the report of what dtool takes for its bug
     monkeypatch.setattr("toolchain.engine.stage.build_engine", None)
     run("--no-bench", "--set", "engine.kv_capacity=96", code=1)
     assert pages(tmp_path / "run") == []

@@ -104,7 +104,7 @@ def memory_error(error: BaseException | None) -> DtoolError | None:
         return None
     on_gpu = next((text for text in told if "CUDA" in text), None)
     asked = next((size for text in told if (size := _asked_bytes(text))), None)
-    found = on_gpu.splitlines()[0][:400] if on_gpu else str(memory_at_hand())
+    found = on_gpu.splitlines()[0][:400] if on_gpu else f"{memory_at_hand()}, now that it failed"
     return DtoolError(
         "the memory of the GPU ran out" if on_gpu else "memory ran out",
         expected=f"room for {size_text(asked)} more" if asked else "more memory than there is",
