@@ -1,6 +1,7 @@
 """How often a proof is wrong: right artifacts that fail, and planted faults that pass. Not a test.
 
-    python tests/bench/parity_error_rates.py --model MODEL --work DIR [--recipe NAME ...] [--pool 64] [--draws 200] [--only right|faults]
+    python tests/bench/parity_error_rates.py --model MODEL --work DIR [--recipe NAME ...] [--pool 64] [--draws 200]
+        [--only right|faults]
 
 Every recipe is made once into DIR (`dtool run` without its proof) and a pool of rows of the evaluation text is walked
 once. A draw is the pool in another order: the proof looks at the first 8 rows of it, then at 16, and so on, as
