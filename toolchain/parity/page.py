@@ -98,7 +98,7 @@ def interval_text(row: Row) -> str:
 
 
 def _interval(row: Row) -> Interval:
-    """A gated row as shares of its gate; of an agreement, what disagrees as a share of what may."""
+    """Express a gated row in shares of its gate. For an agreement both are turned into disagreement first."""
     assert row.gate is not None
     shares = [None if value is None else _share(value, row) for value in (row.low, row.value, row.high)]
     low, value, high = shares if row.metric not in LARGER_IS_BETTER else reversed(shares)
