@@ -7,6 +7,8 @@ from toolchain.report import (
     Bars,
     Curve,
     Heat,
+    Interval,
+    Intervals,
     Load,
     Page,
     Roof,
@@ -230,3 +232,35 @@ def test_a_heat_of_any_width_keeps_its_names_apart(columns):
 )
 def test_si_prefixes_stand_before_the_unit(value, text):
     assert si_text(value) == text
+
+
+GATES = Intervals(
+    "Gates",
+    (
+        Interval("eager, prompt: kl mean", 0.3, 0.5, 0.8, "0.0125 (0.0075 to 0.02) nats, gate 0.025", "passed"),
+        Interval("eager, decode: kl mean", 0.8, 1.1, None, "0.0275 (0.02 to no bound) nats, gate 0.025", "undecided"),
+        Interval("self, decode: max abs logit", 0.0, 0.0, 0.0, "0 logit, gate 0.001", "passed"),
+        Interval("fake_quant, layers: error", 3.0, float("inf"), 5.0, "not finite, gate 0.01", "failed"),
+    ),
+)
+
+
+def test_gates_are_dots_with_their_bounds_against_one_line():
+    page = Page("a proof", "undecided", parts=(GATES,))
+    html = render_html(page)
+    line = float(re.search(r'<line class="axis" x1="([\d.]+)"', html)[1])
+    dots = [float(x) for x in re.findall(r'<circle class="value" cx="([\d.]+)"', html)]
+    reach = [tuple(map(float, pair)) for pair in re.findall(r'class="reach-of" x1="([\d.]+)" x2="([\d.]+)"', html)]
+    assert dots[0] < line < dots[1]
+    assert dots[2] < dots[0]
+    assert dots[3] > dots[1]
+    assert all(low <= high for low, high in reach)
+    assert reach[1][1] > line
+    assert "nan" not in html.lower()
+    assert re.findall(r'<g class="(passed|undecided|failed)">', html) == ["passed", "undecided", "passed", "failed"]
+
+
+def test_gates_in_a_terminal_are_a_table_of_values_and_verdicts():
+    text = render_text(Page("a proof", parts=(GATES,)))
+    assert "0.0125 (0.0075 to 0.02) nats, gate 0.025" in text
+    assert "undecided" in text
