@@ -268,3 +268,22 @@ def test_another_models_checkpoint_is_refused(exported, recipe, monkeypatch, eag
     monkeypatch.setattr(stage, "eager_runner", lambda *_: Wider(eager.decoder))
     with pytest.raises(DtoolError, match="another model"):
         run_parity(exported, recipe, model=exported, report=quiet)
+
+
+def test_an_undecided_gate_takes_more_rows_and_says_how_many_would_decide(half, checkpoint, text_file):
+    first = run_parity(half, make_recipe(parity={"data": str(text_file)}), model=checkpoint, report=quiet)
+    assert (first.verdict, first.rows_of_text) == ("passed", 4)
+    (kl,) = (r.value for r in first.rows if (r.reference, r.phase, r.metric) == ("eager", "prompt", "kl_mean"))
+    lines = []
+    gates = {"data": str(text_file), "eager": {"kl_mean": kl}, "max_blocks": 8}
+    report = run_parity(half, make_recipe(parity=gates), model=checkpoint, report=lines.append)
+    assert (report.verdict, report.rows_of_text) == ("undecided", 8)
+    assert "undecided after 4 rows" in lines
+    assert "undecided after 8 rows" in report.failure_text()
+    failure = report.failure("more text")
+    assert (failure.exit_code, failure.problem) == (3, "parity is undecided")
+    assert "parity.max_blocks" in failure.fix
+    wider = make_recipe(parity=gates | {"eager": {"kl_mean": 10 * kl}})
+    assert run_parity(half, wider, model=checkpoint, report=quiet).verdict == "passed"
+    narrow = make_recipe(parity=gates | {"eager": {"kl_mean": kl / 10}})
+    assert run_parity(half, narrow, model=checkpoint, report=quiet).verdict == "failed"
