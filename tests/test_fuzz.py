@@ -20,7 +20,7 @@ from toolchain import guard
 
 CASES = 3
 """Of each kind in the default tests; `make matrix` runs many more."""
-MANY = 150
+MANY = 40
 
 
 @pytest.fixture(scope="module")
