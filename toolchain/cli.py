@@ -122,7 +122,7 @@ def quantize(
     recipe = load(recipe_name, overrides, "quantize")
     exported = open_artifact(source, ("export",), check_hashes=False)
     check_source(exported, recipe, sections=())
-    config = DecoderConfig.model_validate(exported.json("decoder.json"))
+    config = exported.read("decoder.json", DecoderConfig)
     for line in quantized_notes(recipe, config, quantized_matrices(exported, recipe)):
         say(f"note: {line}")
     artifact = quantize_artifact(source, recipe, out, **how, report=say)
