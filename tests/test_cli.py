@@ -253,6 +253,8 @@ def test_inspect_shows_checkpoint_and_artifact(tiny_text, recipe, tmp_path):
                 "int8",
                 "--set",
                 "parity.data=no.jsonl",
+                "--set",
+                "engine.kv_capacity=64",
                 "-o",
                 "{out}",
             ],

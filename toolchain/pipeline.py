@@ -191,8 +191,8 @@ def check_inputs(
     check_folder(out)
     checkpoint = open_checkpoint(model, recipe.context_len)
     plan, _ = plan_recipe(checkpoint.config, recipe, recipe.compute_dtype)
-    find_data(recipe.parity.data)
     preflight.check_inputs(recipe, checkpoint.config, plan.weights, plugin_libraries)
+    find_data(recipe.parity.data)
     check_scheme(None if checkpoint.foreign is None else checkpoint.foreign.scheme, recipe)
     measures = needs_calibration(recipe, plan, checkpoint.config, None)
     if measures and recipe.weights.algorithm != "stored":  # else the stage tells what is to be measured
