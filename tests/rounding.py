@@ -78,7 +78,7 @@ def walked(runner: Any, ids: np.ndarray, plan: Plan, capacity: int) -> np.ndarra
     return np.concatenate(found)
 
 
-def assert_equal_but_for_codes(
+def assert_equal_up_to_rounding(
     reference: Any, runner: Any, ids: np.ndarray, plan: Plan, capacity: int, *, times: float = 4.0, least: float = 0.0
 ) -> None:
     """Hold a runner to the torch runner of the same arithmetic, where rounding may turn a code.

@@ -5,7 +5,9 @@ products of length about `width`. Sums are formed in float32 whatever the storag
 summation errs by u32 * sqrt(log2(width)) relative to its result (Higham, Accuracy and Stability,
 4.2); storing a branch rounds it once more, by u of the dtype. A relative error e of a softmax score
 of size s moves its weight by s * e, and SCORE_SIZE is that s for sharp attention. N = 2 * layers + 1
-independent errors add as sqrt(N), those of the two computations compared as sqrt(2).
+independent errors add as sqrt(N), those of the two computations compared as sqrt(2). That is the size of
+rounding in a model that passes errors on as most do, and no bound: one with sharper attention, or a mixture,
+passes on several times as much. Tests that hold a model to another measure its own (`tests.rounding`).
 
     tolerance = SCORE_SIZE * (u + u32 * sqrt(log2(width))) * sqrt(2 * (2 * layers + 1)) * max|reference|
 

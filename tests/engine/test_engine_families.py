@@ -5,7 +5,7 @@ import pytest
 
 from tests.conftest import make_recipe, random_ids
 from tests.model.families import CONTEXT_LEN, save_variant
-from tests.rounding import assert_equal_but_for_codes
+from tests.rounding import assert_equal_up_to_rounding
 from toolchain.engine.stage import build_engine
 from toolchain.export.stage import export_checkpoint
 from toolchain.graph_io import GRAPH_FILES
@@ -56,4 +56,4 @@ def test_engine_computes_the_artifacts_arithmetic_for_every_mechanism(name, expo
     ids = random_ids(15, 3, 56)
     plan = [(slice(0, 30), (30, 11, 1), "evaluation"), (slice(30, 52), (22, 2, 4), "prefill")]
     plan += [(slice(i, i + 1), (1, 1, 1), "decode") for i in range(52, 56)]
-    assert_equal_but_for_codes(fake_quant_runner(source), OnnxRunner(engine), ids, plan, capacity=60)
+    assert_equal_up_to_rounding(fake_quant_runner(source), OnnxRunner(engine), ids, plan, capacity=60)

@@ -5,7 +5,7 @@ import onnx
 import pytest
 
 from tests.conftest import INTEGER_FORMATS, make_recipe, random_ids, save_tiny
-from tests.rounding import assert_equal_but_for_codes, walked
+from tests.rounding import assert_equal_up_to_rounding, walked
 from toolchain.engine import onnxruntime as embedded
 from toolchain.engine.stage import build_engine
 from toolchain.errors import DtoolError
@@ -60,7 +60,7 @@ def test_engine_computes_the_artifacts_arithmetic(name, checkpoint, unsigned, re
     plan = [(slice(0, 30), (30, 11, 1), "evaluation"), (slice(30, 36), (6, 2, 4), "prefill")]
     plan += [(slice(i, i + 1), (1, 1, 1), "decode") for i in range(36, 40)]
     more = TWO_DIGITS.get(name, {})
-    assert_equal_but_for_codes(fake_quant_runner(source), OnnxRunner(engine), ids, plan, capacity=48, **more)
+    assert_equal_up_to_rounding(fake_quant_runner(source), OnnxRunner(engine), ids, plan, capacity=48, **more)
 
 
 def test_a_cache_with_a_scale_per_token_keeps_the_body(exported, tmp_path):

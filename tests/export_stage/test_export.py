@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from tests.conftest import make_recipe, random_ids, save_tiny
+from tests.rounding import assert_equal_up_to_rounding
 from toolchain.artifact import MANIFEST, hash_file, open_artifact
 from toolchain.errors import DtoolError
 from toolchain.export.stage import contract_tables, export_checkpoint, export_key
@@ -53,24 +54,8 @@ def export(model, out, **sections):
 
 
 def assert_equal_to_eager(model, artifact, ids, plan):
-    """Run the same steps on both; `plan` is (columns, new lengths per row, phase)."""
-    runners = eager_runner(model), OnnxRunner(open_artifact(artifact))
-    states = [runner.new_state(len(ids), 64) for runner in runners]
-    for columns, new_lengths, phase in plan:
-        lengths = np.array(new_lengths)
-        theirs, ours = (r.step(s, ids[:, columns], lengths, phase) for r, s in zip(runners, states, strict=True))
-        assert ours.shape == theirs.shape
-        valid = (
-            np.arange(theirs.shape[1]) < lengths[:, None]
-            if phase == "evaluation"
-            else np.ones((*ids.shape[:1], 1), bool)
-        )
-        largest = float(abs(theirs).max())
-        config = runners[0].config
-        bound = logit_tolerance(
-            "float32", layers=config.num_hidden_layers, width=config.intermediate_size, largest=largest
-        )
-        assert float(abs(ours - theirs)[valid].max()) <= bound
+    runner = OnnxRunner(open_artifact(artifact))
+    assert_equal_up_to_rounding(eager_runner(model), runner, ids, plan, capacity=64)
 
 
 def test_contract_table_is_as_promised(exported):

@@ -7,12 +7,12 @@ from safetensors.torch import load_file
 from tiny_gguf import HEAD_DIM, HEADS, HIDDEN, KEYS, KV_HEADS, LAYERS, byte_vocabulary, llama_cpp_permute, write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.rounding import rounding_tolerance
 from toolchain.errors import DtoolError
 from toolchain.fetch.gguf_architectures import ARCHITECTURES
 from toolchain.fetch.gguf_checkpoint import checkpoint_from_gguf
 from toolchain.model.checkpoint import open_checkpoint
 from toolchain.model.load import load_decoder
-from toolchain.numerics import logit_tolerance
 
 BASE = {
     "vocab_size": len(byte_vocabulary()),
@@ -193,9 +193,7 @@ def test_a_model_written_as_llama_cpp_does_comes_back(convert, case):
     with torch.no_grad():
         theirs = model(ids).logits
         logits = {"transformers": again(ids).logits, "ours": decoder(ids, torch.zeros(2, dtype=torch.int64), caches)}
-    c, largest = decoder.config, float(theirs.abs().max())
-    width = max(c.hidden_size, c.intermediate_size)
-    most = logit_tolerance("float32", layers=c.num_hidden_layers, width=width, largest=largest)
+    most = rounding_tolerance(model, ids)
     for found in logits.values():  # sums in another order, and Gemma's norms by the last bit of 1 + w
         torch.testing.assert_close(found, theirs, rtol=0, atol=most)
 
