@@ -9,7 +9,7 @@ from tests import isa
 
 
 def test_the_files_are_there():
-    assert all((isa.ROOT / path).is_file() for path in isa.NUMERIC)
+    assert all((isa.ROOT / path.partition("::")[0]).is_file() for path in isa.NUMERIC)
 
 
 @pytest.mark.skipif("ATEN_CPU_CAPABILITY" not in os.environ, reason="torch is not held to an instruction set")
