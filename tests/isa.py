@@ -113,7 +113,7 @@ def run_tests(arguments: list[str], variables: dict[str, str], python: list[str]
     counts = re.findall(r"^.*\d+ passed.* in .*$", ran.stdout, re.MULTILINE)
     if ran.returncode == 0 and counts:
         return True, re.sub(r" in .*", "", counts[-1])
-    return False, (ran.stdout + ran.stderr)[-8000:]
+    return False, f"{(ran.stdout + ran.stderr)[-8000:]}\nexit status {ran.returncode}"
 
 
 def main(names: list[str]) -> int:
